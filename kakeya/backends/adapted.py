@@ -36,6 +36,11 @@ class AdaptedModel:
         """The last error of the base."""
         return self._base.last_error
 
+    @property
+    def facts(self) -> ModelFacts | None:
+        """The facts of the base."""
+        return self._base.facts
+
     async def ready(self, timeout_s: float) -> ModelFacts:
         """Wait until the base serves. Raises NotFound if the adapter was removed."""
         self._adapters.find(self._wish.model_id, self._wish.client)

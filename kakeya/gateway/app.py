@@ -36,6 +36,7 @@ from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.precache import PrecacheRoute
 from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
+from kakeya.generation.request import Sampling
 from kakeya.prefix.seam import NoPrecache, Precache
 from kakeya.text.text import Texts
 
@@ -144,18 +145,22 @@ class Gateway:
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""
-        models = [self._model_body(model.model_id) for model in self._directory.verifiers()]
-        adapted = self._directory.adapted(client_of(request.scope))
-        models += [self._model_body(one.model_id) | {"parent": one.parent} for one in adapted]
+        bodies = {
+            model.model_id: await self._model_body(model) for model in self._directory.verifiers()
+        }
+        models = list(bodies.values())
+        for one in self._directory.adapted(client_of(request.scope)):
+            base = bodies.get(one.parent, {})
+            models.append(base | {"id": one.model_id, "parent": one.parent})
         return _json({"object": "list", "data": models})
 
     async def describe_model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
         client = client_of(request.scope)
-        found = self._generations.find(request.path_params["model_id"], client).model_id
-        adapted = self._directory.adapted(client) if ":" in found else ()
-        parents = [{"parent": one.parent} for one in adapted if one.model_id == found]
-        return _json(self._model_body(found) | (parents[0] if parents else {}))
+        found = self._generations.find(request.path_params["model_id"], client)
+        adapted = self._directory.adapted(client) if ":" in found.model_id else ()
+        parents = [{"parent": one.parent} for one in adapted if one.model_id == found.model_id]
+        return _json(await self._model_body(found) | (parents[0] if parents else {}))
 
     async def health(self, request: Request) -> Response:
         """GET /healthz."""
@@ -200,13 +205,25 @@ class Gateway:
         """GET /api/v1/fleet."""
         return _json(self._status().get("fleet", {}))
 
-    def _model_body(self, model_id: str) -> dict[str, object]:
+    async def _model_body(self, model: ServedModel) -> dict[str, object]:
+        usual = await self._generations.sampling_of(model)
         return {
-            "id": model_id,
+            "id": model.model_id,
             "object": "model",
             "created": self._created_at,
             "owned_by": "kakeya",
+            "default_parameters": usual and _shown(usual),
         }
+
+
+def _shown(sampling: Sampling) -> dict[str, float]:
+    """Sampling as a request would ask for it."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+    }
 
 
 def _is_ready(model: ServedModel | DraftModelState) -> bool:

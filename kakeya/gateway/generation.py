@@ -135,6 +135,15 @@ class Generations:
     def _is_served(self, base: str) -> bool:
         return any(model.model_id == base for model in self._directory.verifiers())
 
+    async def sampling_of(self, model: ServedModel) -> Sampling | None:
+        """How a model selects tokens where a caller says nothing; None while that is not known."""
+        if model.facts is None:
+            return None
+        try:
+            return (await self._texts.get(model.facts.model_path)).sampling
+        except KakeyaError:
+            return None
+
     @contextmanager
     def admitted(self, share: str, user: str = "") -> Iterator[None]:
         """Hold a place for a request of this share. Raises QueueFull when all are taken."""
@@ -168,7 +177,7 @@ class Generations:
             token_ids=token_ids,
             max_tokens=_room(params, len(token_ids), facts),
             stop_token_ids=stop_token_ids,
-            sampling=self._sampling(params, facts),
+            sampling=self._sampling(params, text.sampling, facts),
             draft_sources=self._router.sources(facts, params.draft_policy),
             deadline_s=deadline_s,
             kv_key=self._precache.kv_key(claim),
@@ -251,16 +260,17 @@ class Generations:
             case CompletionRequest():
                 return (*job.request.token_ids, *job.token_ids)
 
-    def _sampling(self, params: GenerationParams, facts: ModelFacts) -> Sampling:
-        top_k = params.sampling.top_k
-        if top_k > facts.vocab_size:
+    def _sampling(
+        self, params: GenerationParams, defaults: Sampling, facts: ModelFacts
+    ) -> Sampling:
+        wish = params.sampling
+        if (wish.top_k or 0) > facts.vocab_size:
             raise InvalidArgument(
-                f"top_k is {top_k}; {facts.model_id} has {facts.vocab_size} tokens",
+                f"top_k is {wish.top_k}; {facts.model_id} has {facts.vocab_size} tokens",
                 param="top_k",
             )
-        if params.has_seed:
-            return params.sampling
-        return replace(params.sampling, seed=self._rng.getrandbits(64))
+        top_k = min(defaults.top_k, facts.vocab_size)
+        return wish.over(replace(defaults, top_k=top_k, seed=self._rng.getrandbits(64)))
 
 
 class GenerationRoute:

@@ -29,6 +29,11 @@ class ServedModel(Protocol):
         """Why the model is FAILED or RESTARTING, in one sentence; "" otherwise."""
         ...
 
+    @property
+    def facts(self) -> ModelFacts | None:
+        """The facts from the model's last load; None before the first one."""
+        ...
+
     async def ready(self, timeout_s: float) -> ModelFacts:
         """Wait until the model serves. Raises PeerUnavailable with retry_after_s if it will not."""
         ...

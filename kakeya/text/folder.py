@@ -12,10 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kakeya.core.errors import Unsupported
+from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.core.log import event
+from kakeya.generation.request import Sampling
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 """The names of the template of a conversation, and of the one that takes its place with tools."""
@@ -78,6 +85,44 @@ def stop_ids(folder: Path) -> frozenset[int]:
     declared = read_config(folder / "generation_config.json").get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(one for one in ids if isinstance(one, int) and not isinstance(one, bool))
+
+
+def sampling_defaults(folder: Path) -> Sampling:
+    """How tokens are selected where a caller says nothing.
+
+    Values that no sampling can have are told in the log, as is a penalty, and count for nothing.
+    """
+    config = read_config(folder / "generation_config.json")
+    found = Sampling(temperature=1.0)
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = config.get(name)
+        if value is None or (name == "top_k" and value in (0, -1)):  # off
+            continue
+        try:
+            found = replace(found, **{name: _number(name, value)})
+        except InvalidArgument as fault:
+            _tell(folder, fault.message)
+    penalty = config.get("repetition_penalty")
+    if penalty not in (None, 1):
+        _tell(folder, f"repetition_penalty is {penalty}; penalties are not applied")
+    return replace(found, temperature=0.0) if config.get("do_sample") is False else found
+
+
+def _number(name: str, value: object) -> Any:  # noqa: ANN401 - an int for top_k, else a float
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (name == "top_k" and (not isinstance(value, int) or value < 1)):
+        raise InvalidArgument(f"{name} is {value!r}, it must be a number in its range")
+    return value
+
+
+def _tell(folder: Path, problem: str) -> None:
+    event(
+        _log,
+        "generation_config.json asks for sampling that is left out",
+        level=logging.WARNING,
+        folder=str(folder),
+        problem=problem,
+    )
 
 
 def templates(folder: Path) -> dict[str, str]:

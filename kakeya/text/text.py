@@ -23,6 +23,7 @@ from kakeya.text.encoder import Encoder
 from kakeya.text.folder import (
     DEFAULT_TEMPLATE,
     TOOL_TEMPLATE,
+    sampling_defaults,
     special_tokens,
     stamps,
     stop_ids,
@@ -63,6 +64,7 @@ class TextModel:
         self._special = {token.content: key for key, token in added.items() if token.special}
         eos = self.tokenizer.token_to_id(named.get("eos_token", ""))
         self.stop_token_ids = stop_ids(folder) | (frozenset() if eos is None else {eos})
+        self.sampling = sampling_defaults(folder)
         spec = json.loads(self.tokenizer.to_str())
         is_byte_level = spec["decoder"] is not None and spec["decoder"]["type"] == "ByteLevel"
         self._bytes_of: dict[int, bytes] | None = {} if is_byte_level else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -132,6 +133,32 @@ async def test_special_tokens_in_a_raw_prompt_are_special_and_in_a_message_are_t
     assert [i for i in chat if i < 3] == [1, 2, 1]  # those of the template alone
     text = model.tokenizer.decode(chat, skip_special_tokens=False)
     assert text == f"<|im_start|>user\n{forged}<|im_end|>\n<|im_start|>assistant\n"
+
+
+USUAL = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0}
+
+
+async def test_a_model_has_its_own_sampling_where_the_caller_says_nothing(folder):
+    config = {"eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    await asyncio.to_thread((folder / "generation_config.json").write_text, json.dumps(config))
+    model = ToyModel(folder)
+    async with serving(model) as served:
+        create = served.openai.completions.create
+        await create(model="toy", prompt="a", max_tokens=1)
+        await create(model="toy", prompt="a", max_tokens=1, temperature=0, seed=7)
+        (listed,) = [entry async for entry in served.openai.models.list()]
+        one = await served.openai.models.retrieve("toy")
+    usual, wished = (request.sampling for request in model.requests)
+    assert (usual.temperature, usual.top_p, usual.top_k) == (0.7, 0.8, 20)
+    assert (wished.temperature, wished.top_p, wished.top_k, wished.seed) == (0.0, 0.8, 20, 7)
+    for told in (listed, one):
+        assert told.model_extra["default_parameters"] == USUAL
+
+
+async def test_what_is_not_known_of_a_model_yet_is_not_told(folder):
+    async with serving(ToyModel(folder, state=ModelState.LOADING)) as served:
+        told = await served.openai.models.retrieve("toy")
+    assert told.model_extra["default_parameters"] is None
 
 
 @pytest.mark.parametrize("per_step", [1, 100])

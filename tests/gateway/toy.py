@@ -101,13 +101,11 @@ class ToyModel:
         self.open = 0
         self.requests: list[DecodeRequest] = []
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
-        if self.state is ModelState.FAILED:
-            raise PeerUnavailable(f"{self.model_id}: {self.last_error}", retry_after_s=7)
-        try:
-            await asyncio.wait_for(self.loaded.wait(), timeout_s)
-        except TimeoutError:
-            raise PeerUnavailable(f"{self.model_id} still loads", retry_after_s=3) from None
+    @property
+    def facts(self) -> ModelFacts | None:
+        return self._facts() if self.loaded.is_set() else None
+
+    def _facts(self) -> ModelFacts:
         return ModelFacts(
             model_id=self.model_id,
             model_path=str(self.folder),
@@ -115,6 +113,15 @@ class ToyModel:
             context_tokens=self.context_tokens,
             eos_token_ids=(2,),
         )
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        if self.state is ModelState.FAILED:
+            raise PeerUnavailable(f"{self.model_id}: {self.last_error}", retry_after_s=7)
+        try:
+            await asyncio.wait_for(self.loaded.wait(), timeout_s)
+        except TimeoutError:
+            raise PeerUnavailable(f"{self.model_id} still loads", retry_after_s=3) from None
+        return self._facts()
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         self.requests.append(request)

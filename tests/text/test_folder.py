@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import json
 
-from kakeya.text.folder import special_tokens, stamps, stop_ids, templates
+import pytest
+
+from kakeya.generation.request import Sampling
+from kakeya.text.folder import (
+    sampling_defaults,
+    special_tokens,
+    stamps,
+    stop_ids,
+    templates,
+)
 
 
 def write(folder, **files):
@@ -72,6 +81,39 @@ def test_end_tokens_are_numbers(tmp_path):
     assert stop_ids(tmp_path) == frozenset()
     write(tmp_path, generation={"eos_token_id": [1, 2, True, "3"]})
     assert stop_ids(tmp_path) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "sampling"),
+    [
+        ({}, Sampling(temperature=1.0)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1},
+            Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1),
+        ),
+        ({"do_sample": False, "top_p": 0.9}, Sampling(temperature=0.0, top_p=0.9)),
+        ({"temperature": 0}, Sampling(temperature=0.0)),
+        ({"top_k": -1, "top_p": None}, Sampling(temperature=1.0)),
+    ],
+)
+def test_sampling_has_the_defaults_of_the_model(tmp_path, config, sampling):
+    write(tmp_path, generation=config)
+    assert sampling_defaults(tmp_path) == sampling
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"top_p": 0}, "top_p is 0"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
+    ],
+)
+def test_sampling_that_cannot_be_had_is_told_and_left_out(tmp_path, caplog, config, told):
+    write(tmp_path, generation={**config, "min_p": 0.1})
+    assert sampling_defaults(tmp_path) == Sampling(temperature=1.0, min_p=0.1)
+    assert told in str(vars(caplog.records[0]))
 
 
 def test_a_change_of_any_text_file_is_seen(tmp_path):

@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar, cast
 from kakeya.core.errors import InvalidArgument
 
 Parsed = TypeVar("Parsed")
-_Default = TypeVar("_Default", int, None)
+_Default = TypeVar("_Default", int, float, None)
 OFFLOAD_BYTES = 64 * 1024
 """Longer bodies are read in a thread: of the smallest objects it takes 10 ms to read so many."""
 MAX_DEPTH = 128
@@ -102,8 +102,8 @@ def integer(
 
 
 def number(
-    body: Mapping[str, object], name: str, low: float, high: float, *, default: float
-) -> float:
+    body: Mapping[str, object], name: str, low: float, high: float, *, default: _Default
+) -> float | _Default:
     """Read a number in low..high; true is none."""
     value = body.get(name)
     if value is None:

@@ -4,6 +4,7 @@ the parameter. Nothing is ignored in silence.
     honoured      model, messages | prompt, max_tokens, max_completion_tokens, temperature, top_p,
                   seed, stop, stream, stream_options.include_usage; of chats tools with
                   tool_choice "none": the model is shown them, and answers with a message
+    defaults      of sampling: the model's own, from its generation_config.json
     extensions    top_k; min_p; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
                   deadline_s: how long the caller waits for the first token, loading included;
                   conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`;
@@ -51,14 +52,34 @@ class ModelNotFound(NotFound):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingWish:
+    """The fields of a `Sampling` that a caller gave; None = the model's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    min_p: float | None = None
+
+    def over(self, usual: Sampling) -> Sampling:
+        """The usual sampling, as far as nothing else was given. Raises InvalidArgument."""
+        return Sampling(
+            temperature=usual.temperature if self.temperature is None else self.temperature,
+            top_p=usual.top_p if self.top_p is None else self.top_p,
+            top_k=usual.top_k if self.top_k is None else self.top_k,
+            seed=usual.seed if self.seed is None else self.seed,
+            min_p=usual.min_p if self.min_p is None else self.min_p,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParams:
-    """Parameters that both routes share. `max_tokens` None = to the end of the context; without
-    `has_seed` the seed is still to be drawn; `deadline_s` None = the caller gave no deadline."""
+    """Parameters that both routes share. `max_tokens` None = to the end of the context;
+    `deadline_s` None = the caller gave no deadline."""
 
     model: str
     max_tokens: int | None
-    sampling: Sampling
-    has_seed: bool
+    sampling: SamplingWish
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -208,7 +229,6 @@ def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> Ge
         model=parse_model(body.get("model")),
         max_tokens=_max_tokens(body, default_max_tokens),
         sampling=_sampling(body),
-        has_seed=body.get("seed") is not None,
         stop=_stops(body.get("stop")),
         stream=stream,
         include_usage=_include_usage(body.get("stream_options"), stream=stream),
@@ -260,14 +280,16 @@ def _max_tokens(body: Mapping[str, object], default: int | None) -> int | None:
     return limits.pop() if limits else default
 
 
-def _sampling(body: Mapping[str, object]) -> Sampling:
-    return Sampling(
-        temperature=number(body, "temperature", 0, 2, default=1.0),
-        top_p=number(body, "top_p", 0, 1, default=1.0),
-        top_k=integer(body, "top_k", 0, 2**31 - 1, default=0),
-        seed=integer(body, "seed", 0, MAX_SEED, default=0),
-        min_p=number(body, "min_p", 0, 1, default=0.0),
+def _sampling(body: Mapping[str, object]) -> SamplingWish:
+    wish = SamplingWish(
+        temperature=number(body, "temperature", 0, 2, default=None),
+        top_p=number(body, "top_p", 0, 1, default=None),
+        top_k=integer(body, "top_k", 0, 2**31 - 1, default=None),
+        seed=integer(body, "seed", 0, MAX_SEED, default=None),
+        min_p=number(body, "min_p", 0, 1, default=None),
     )
+    wish.over(Sampling())  # refuses what no model could do, before one is loaded for it
+    return wish
 
 
 def _draft_policy(value: object) -> str:
