@@ -28,6 +28,7 @@ from kakeya.doctor.targets import MAX_PEERS, Target, find_targets, name_of, ways
 from kakeya.doctor.way_checks import Here, Peer
 from kakeya.fleet.cards.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card, Endpoint
 from kakeya.fleet.identity.identity import Identity
+from kakeya.fleet.paths.discovery import DiscoveryStats
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import DoctorServiceStub
@@ -43,7 +44,7 @@ class FleetView:
 
     `skews` are seconds by which peers' clocks are ahead, by node id; `route` is the address of
     calls to a node now. `is_revoked` takes a node id; `why_not_dial` takes an address of a card and
-    returns "" or the reason against it.
+    returns "" or the reason against it; `mdns` is None where nothing is announced.
     """
 
     identity: Callable[[], Identity | None]
@@ -51,6 +52,7 @@ class FleetView:
     skews: Callable[[], Mapping[str, float]]
     route: Callable[[Card], str]
     why_not_dial: Callable[[str], str] = lambda address: ""
+    mdns: Callable[[], DiscoveryStats | None] = lambda: None
 
 
 class Examiner:
@@ -134,6 +136,9 @@ class Examiner:
         clock = checks.check_own_clock(self._view.skews(), self._machine.platform)
         conflicts = [c.address for c in self._registry.conflicts(now) if c.is_own]
         ids = checks.check_conflicts(conflicts, data_dir=str(self._machine.data_dir))
+        mdns = self._view.mdns()
+        if mdns is not None:
+            lines.append(machine_checks.check_multicast(mdns, self._machine.platform))
         return [line for line in (*lines, member, clock, ids) if line is not None]
 
     def _judge_fleet(self, others: Sequence[Card], wanted: str) -> list[Finding]:

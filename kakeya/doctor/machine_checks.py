@@ -11,8 +11,15 @@ from pathlib import Path
 
 from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.units import GIB, MIB, format_bytes
-from kakeya.doctor.mends import is_mac, show_listener
+from kakeya.doctor.mends import (
+    LOCAL_NETWORK,
+    OPEN_LOCAL_NETWORK,
+    is_mac,
+    show_listener,
+    show_route,
+)
 from kakeya.doctor.report import Finding, fault, ok, shell, warning
+from kakeya.fleet.paths.discovery import DiscoveryStats
 from kakeya.fleet.paths.interfaces import Interface
 from kakeya.fleet.placement.ring import RingEnvironment
 
@@ -24,6 +31,7 @@ _HELD_AWAKE = re.compile(
     r"^\s+sleep\s+\d+\s+\(sleep prevented by [^)]*\bcaffeinate\b", re.MULTILINE
 )
 _PRIVATE = 0o077
+_MDNS = "224.0.0.251"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +179,19 @@ def check_mlx(test: SelfTest, python: str) -> Finding:
         )
         return fault("mlx", detail, reinstall)
     return ok("mlx", f"{where}: two rows at once give what each gives alone")
+
+
+def check_multicast(mdns: DiscoveryStats, platform: str) -> Finding:
+    """Judge whether nodes are found on the local network without being named."""
+    if mdns.is_silenced:
+        says = f"the system refuses to send multicast (errno {mdns.errno})"
+        if is_mac(platform):
+            return warning("mdns", f"{says}: {LOCAL_NETWORK}", OPEN_LOCAL_NETWORK)
+        return warning("mdns", f"{says}: a firewall, or no network", show_route(platform, _MDNS))
+    if not mdns.is_running:
+        detail = "no multicast here: other nodes are found by --peer and by gossip alone"
+        return warning("mdns", detail, show_route(platform, _MDNS))
+    return ok("mdns", f"nodes on the local network are found; seen now: {mdns.sightings}")
 
 
 def check_ring_probe(ring: RingEnvironment, environ: Mapping[str, str]) -> Finding:

@@ -41,6 +41,7 @@ class Doctor:
             skews=plane.skews,
             route=plane.routes.address_for,
             why_not_dial=plane.why_not_dial,
+            mdns=lambda: plane.discovery.stats if plane.discovery else None,
         )
         self._examiner = Examiner(
             plane.registry, view, Machine(folder, environ=environ), clock=clock, dialler=dialler

@@ -67,6 +67,10 @@ def route_figures(downgrades: int, mdns: DiscoveryStats | None) -> Iterator[Figu
         yield gauge("kakeya_mdns_running", "1 while multicast works", running)
         yield gauge("kakeya_mdns_sightings", "Nodes of this fleet seen", mdns.sightings)
         yield counter("kakeya_mdns_ignored", "Sightings refused", mdns.ignored)
+        refusals = {str(number): count for number, count in mdns.refusals.items()}
+        yield counter(
+            "kakeya_mdns_refusals{errno}", "Multicast packets that the system refused", refusals
+        )
 
 
 def invite_figures(stats: InviteStats) -> Iterator[Figure]:

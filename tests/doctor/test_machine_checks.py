@@ -15,6 +15,7 @@ from kakeya.doctor.machine import Output, read_self_test
 from kakeya.doctor.machine_checks import FileFact, SelfTest
 from kakeya.doctor.report import Severity
 from kakeya.fleet.paths.addresses import NetworkRank
+from kakeya.fleet.paths.discovery import DiscoveryStats
 from kakeya.fleet.paths.interfaces import Interface
 from kakeya.fleet.placement.ring import RingEnvironment
 
@@ -284,3 +285,33 @@ def test_networks_are_listed_and_missed() -> None:
     assert line.detail == "169.254.3.4 on bridge0 (thunderbolt); 192.168.1.7 on en0 (lan)"
     assert checks.check_networks((), "darwin").level is Severity.WARNING
     assert checks.check_networks((), "linux").command == "ip address"
+
+
+@pytest.mark.parametrize(
+    ("mdns", "platform", "level", "words", "command"),
+    [
+        (DiscoveryStats(is_running=True, sightings=2), "darwin", Severity.OK, "seen now: 2", ""),
+        (
+            DiscoveryStats(is_running=True, is_silenced=True, errno=65),
+            "darwin-arm64",
+            Severity.WARNING,
+            "(errno 65): System Settings > Privacy & Security > Local Network",
+            "x-apple.systempreferences",
+        ),
+        (
+            DiscoveryStats(is_running=True, is_silenced=True, errno=1),
+            "linux",
+            Severity.WARNING,
+            "(errno 1): a firewall",
+            "ip route get 224.0.0.251",
+        ),
+        (DiscoveryStats(), "linux", Severity.WARNING, "--peer and by gossip", "ip route get"),
+    ],
+)
+def test_multicast(
+    mdns: DiscoveryStats, platform: str, level: Severity, words: str, command: str
+) -> None:
+    line = checks.check_multicast(mdns, platform)
+    assert line.level is level
+    assert words in line.detail
+    assert command in line.command

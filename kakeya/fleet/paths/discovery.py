@@ -4,6 +4,10 @@ A node announces the first letters of its id, its port and its fleet's hash; not
 stranger could use. An announcement is a hint to dial and neither liveness nor trust: any machine on
 the network can announce anything, so all of it is bounded, and an address counts only if the policy
 would dial it. Without multicast the node works on, with the addresses that the operator typed.
+
+The library sends on in silence where the system refuses its packets, as macOS does to a program
+without the permission for the local network. So a packet of our own is sent now and then, and its
+errno is counted.
 """
 
 from __future__ import annotations
@@ -11,14 +15,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import hashlib
 import ipaddress
 import logging
+import os
 import random
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kakeya.core.clock import Clock
@@ -39,6 +46,11 @@ MAX_ADDRESSES = 2
 _MAX_LOOKUPS = 64
 _LOOKUP_MS = 1500
 _RETRY_S = 30.0
+_LOOK_S = 600.0
+"""Between two looks at whether multicast may be sent: a permission can be taken away."""
+_PORT = 5353
+_GROUPS = {socket.AF_INET: "224.0.0.251", socket.AF_INET6: "ff02::fb"}
+_EMPTY_QUERY = bytes(12)
 _GOODBYE_S = 2.0
 _HOST_TTL_S = 120
 # zeroconf keeps no name for less than 1125 s; a killed node's is then gone after 20 minutes.
@@ -48,7 +60,11 @@ _NAME = re.compile(r"[a-z2-7]{8}-[0-9a-f]{4}\." + re.escape(SERVICE))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscoveryStats:
-    """Counts since the start; `is_running` false = no multicast, `sightings` as of now."""
+    """Counts since the start; `is_running` false = no multicast, `sightings` as of now.
+
+    `refusals` counts refused packets by errno; `is_silenced`: the last ones were refused on all
+    own addresses, with `errno`.
+    """
 
     is_running: bool = False
     sightings: int = 0
@@ -56,6 +72,9 @@ class DiscoveryStats:
     vanished: int = 0
     ignored: int = 0
     failures: int = 0
+    refusals: Mapping[int, int] = field(default_factory=dict)
+    is_silenced: bool = False
+    errno: int = 0
 
 
 def mark_of(node_id: str) -> str:
@@ -83,7 +102,9 @@ class Discovery:
         clock: Clock,
         rng: random.Random,
         on_change: Callable[[], None] | None = None,
+        refusal: Callable[[str], int] | None = None,
     ) -> None:
+        """`refusal` sends a packet from an address, and returns the errno; 0 = it was sent."""
         self._mark = mark_of(node_id)
         # Two processes with one id must both be seen: it is how the conflict comes to light.
         self._name = f"{self._mark}-{rng.getrandbits(16):04x}.{SERVICE}"
@@ -94,6 +115,9 @@ class Discovery:
         self._clock = clock
         self._rng = rng
         self._on_change = on_change or _nothing
+        self._refusal = refusal or multicast_errno
+        self._refusals: Counter[int] = Counter()
+        self._silenced_by = 0
         self._seen: dict[str, tuple[str, ...]] = {}
         self._lookups: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -115,6 +139,9 @@ class Discovery:
             vanished=self._vanished,
             ignored=self._ignored,
             failures=self._failures,
+            refusals=dict(self._refusals),
+            is_silenced=bool(self._silenced_by),
+            errno=self._silenced_by,
         )
 
     def update(self, *, hosts: Sequence[str], policy: AddressPolicy) -> None:
@@ -134,12 +161,41 @@ class Discovery:
             self._changed.clear()
             try:
                 async with self._announced():
-                    await self._changed.wait()
+                    while not self._changed.is_set():
+                        self._look_for_refusals()
+                        await self._change_within(_RETRY_S if self._silenced_by else _LOOK_S)
             except (OSError, RuntimeError) as problem:
                 self._is_running = False
                 self._failures += 1
                 self._warn_once(problem)
                 await self._clock.sleep(_RETRY_S)
+
+    async def _change_within(self, seconds: float) -> None:
+        """Return at a change, or after so many seconds."""
+        change = asyncio.create_task(self._changed.wait())
+        pause = asyncio.create_task(self._clock.sleep(seconds))
+        try:
+            await asyncio.wait((change, pause), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            change.cancel()
+            pause.cancel()
+
+    def _look_for_refusals(self) -> None:
+        numbers = [self._refusal(host) for host in self._hosts]
+        self._refusals.update(number for number in numbers if number)
+        was_silenced = bool(self._silenced_by)
+        self._silenced_by = numbers[0] if numbers and all(numbers) else 0
+        if self._silenced_by and not was_silenced:
+            event(
+                _log,
+                "the system refuses to send multicast; nodes are not found by mDNS until it does "
+                "(`kakeya doctor` says more)",
+                level=logging.WARNING,
+                errno=self._silenced_by,
+                error=os.strerror(self._silenced_by),
+            )
+        elif was_silenced and not self._silenced_by:
+            event(_log, "multicast is sent again")
 
     def _warn_once(self, problem: Exception) -> None:
         level = logging.DEBUG if self._has_warned else logging.WARNING
@@ -268,6 +324,27 @@ def _written(ips: Sequence[Ip], port: int) -> tuple[str, ...]:
         bare = ipaddress.ip_address(str(ip).partition("%")[0])
         literals.append(str(Literal(bare, port, zone or "")))
     return tuple(literals)
+
+
+def multicast_errno(host: str) -> int:
+    """Send an empty mDNS query from an address; return the errno of the refusal, 0 = it was sent.
+
+    Receivers ignore a query that asks for nothing.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as trial:
+        trial.setblocking(False)
+        try:
+            own = socket.getaddrinfo(host, 0, family, socket.SOCK_DGRAM, 0, socket.AI_NUMERICHOST)
+            address = own[0][4]
+            trial.bind(address)
+            if family is socket.AF_INET:
+                link = socket.inet_aton(host)
+                trial.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, link)
+            trial.sendto(_EMPTY_QUERY, (_GROUPS[family], _PORT, *address[2:]))
+        except OSError as refused:
+            return refused.errno or errno.EINVAL
+    return 0
 
 
 def _is_bindable(host: str) -> bool:

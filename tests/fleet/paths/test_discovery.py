@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,14 @@ from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.paths.addresses import AddressPolicy
-from kakeya.fleet.paths.discovery import MAX_ADDRESSES, MAX_SIGHTINGS, SERVICE, Discovery, mark_of
+from kakeya.fleet.paths.discovery import (
+    MAX_ADDRESSES,
+    MAX_SIGHTINGS,
+    SERVICE,
+    Discovery,
+    mark_of,
+    multicast_errno,
+)
 from tests import netns
 from tests.fleet.nodes import until
 
@@ -151,6 +159,14 @@ async def discovering(**options: object) -> AsyncIterator[Discovery]:
     async with Supervisor(SystemClock()) as tasks:
         discovery.start(tasks)
         yield discovery
+
+
+@pytest.fixture
+def netns_machine() -> Iterator[netns.Machine]:
+    if why := netns.why_not():
+        pytest.skip(why)
+    with netns.network(2) as (machine, _):
+        yield machine
 
 
 @contextlib.asynccontextmanager
@@ -285,3 +301,38 @@ def test_a_node_is_announced_by_eight_letters() -> None:
     assert mark_of(key_bound) == "abcdefgh"
     assert mark_of("mini-1") != mark_of("mini-2")
     assert len(mark_of("mini-1")) == 8
+
+
+async def test_a_system_that_refuses_multicast_is_noticed_once_and_counted_by_errno(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    says = {"127.0.0.1": 65, "::1": 65}
+    async with discovering(hosts=["127.0.0.1", "::1"], refusal=says.__getitem__) as discovery:
+        await until(lambda: discovery.stats.is_silenced)
+        assert discovery.stats.errno == 65
+        assert discovery.stats.refusals == {65: 2}
+        discovery.update(hosts=["::1", "127.0.0.1"], policy=HOME)
+        await until(lambda: discovery.stats.refusals == {65: 4})
+        says["::1"] = 0
+        discovery.update(hosts=["127.0.0.1", "::1"], policy=HOME)
+        await until(lambda: not discovery.stats.is_silenced)
+        assert discovery.stats.refusals == {65: 5}
+    assert caplog.text.count("refuses to send multicast") == 1
+
+
+def test_the_errno_of_multicast_is_the_systems(netns_machine: netns.Machine) -> None:
+    code = (
+        "import sys; from kakeya.fleet.paths.discovery import multicast_errno; "
+        "print(multicast_errno(sys.argv[1]))"
+    )
+
+    def asked() -> str:
+        return netns_machine.python("-c", code, netns_machine.ip).stdout.strip()
+
+    assert asked() == "0"
+    netns_machine.unplug(netns.LAN)
+    assert asked() in (str(errno.ENETUNREACH), str(errno.ENETDOWN))
+
+
+def test_an_address_that_no_interface_has_is_refused_too() -> None:
+    assert multicast_errno("192.0.2.1") == errno.EADDRNOTAVAIL
