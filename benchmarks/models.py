@@ -25,6 +25,24 @@ NAMED = os.environ.get("KAKEYA_BENCH_MODEL")
 _SHAPES = {
     "05m": {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 352},
     "3m": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704},
+    "89m": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 8192,
+    },
+    "360m": {
+        "num_hidden_layers": 32,
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 5,
+        "head_dim": 64,
+        "vocab_size": 49152,
+    },
 }
 
 
@@ -39,7 +57,10 @@ def repeats(usual: int) -> int:
 
 
 def random_model(size: str) -> Path:
-    """Make or find the folder of a random model: `05m` (0.7 M parameters) or `3m` (3.7 M)."""
+    """Make or find the folder of a random model: `05m`, `3m`, `89m` or `360m`.
+
+    They have 0.7, 3.7, 88.9 and 362 M parameters.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.models.qwen3 import Model, ModelArgs
@@ -53,6 +74,12 @@ def random_model(size: str) -> Path:
         shutil.copy(EMBEDDED / name, folder / name)
     mx.random.seed(7)
     model = Model(ModelArgs.from_dict(config))
+    known = json.loads((EMBEDDED / "config.json").read_text())["vocab_size"]
+    embedding = model.model.embed_tokens
+    # Tokens without text are never chosen: their logits are 0.
+    embedding.weight = mx.where(
+        mx.arange(config["vocab_size"])[:, None] < known, embedding.weight, 0
+    )
     weights = dict(tree_flatten(model.parameters()))
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})

@@ -32,7 +32,7 @@ from kakeya.core.weight_files import missing_weights, weight_files
 from kakeya.mlx.context import context_tokens
 from kakeya.mlx.device import forbid_wired_limit
 from kakeya.mlx.lora import AdapterSlots
-from kakeya.mlx.numerics.blas import is_openblas
+from kakeya.mlx.numerics.blas import is_openblas, is_strip_faster
 from kakeya.mlx.numerics.openblas import Angles, suit
 from kakeya.prefix.names.weights import weights_state
 
@@ -66,6 +66,8 @@ class LoadedModel:
     """State of the files that the weights were read from; "" = they changed meanwhile."""
     angles: Angles | None = None
     """Angles that its rotations share, where the network was made to suit OpenBLAS."""
+    layout: str = "by output"
+    """The order of its weights in memory; see `numerics.openblas`."""
 
     def make_cache(self) -> list[Any]:
         """One cache object a layer, of the class that the architecture asks for."""
@@ -133,13 +135,13 @@ def load(
             "it must hold config.json and weights of an architecture that mlx-lm knows"
         ) from failure
     quantization = _quantization(config)
-    angles = None
+    angles, layout = None, "by output"
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
     if is_cpu:
         _to_float32(network)
     try:
         if is_cpu and is_openblas():
-            angles = suit(network)
+            angles, layout = suit(network, in_strips=is_strip_faster())
         mx.eval(network.parameters())
     except RuntimeError as failure:
         raise ConfigError(f"weights in {str(folder)!r} are damaged: {failure}") from failure
@@ -159,6 +161,7 @@ def load(
         vocabulary_digest=vocabulary_digest(folder),
         weights_state=state if weights_state(folder) == state else "",
         angles=angles,
+        layout=layout,
         adapters=AdapterSlots(
             network, count=adapter_slots, max_rank=adapter_rank, base=_fingerprint(folder)
         )

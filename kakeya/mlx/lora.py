@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Values
 from kakeya.core.errors import InvalidArgument
 from kakeya.mlx.device import ends_with_device
+from kakeya.mlx.numerics.openblas import StripLinear
 
 _SHAPES = 64
 """Shapes of adapters that are remembered."""
@@ -329,6 +330,9 @@ def _walk(network: nn.Module, path: str) -> Any:  # noqa: ANN401 - modules, list
 
 def _sizes(linear: nn.Module) -> tuple[int, int]:
     """The features that it takes and gives."""
+    if isinstance(linear, StripLinear):
+        strips, in_size, width = linear.weight.shape
+        return in_size, strips * width
     out_size, in_size = linear.weight.shape
     if isinstance(linear, nn.QuantizedLinear):
         in_size = in_size * 32 // linear.bits

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
+import re
 import sys
 
+_UNCOPIED_CORES = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _NAMES = ("libopenblas.so.0", "libopenblas.so")
 
 
@@ -52,6 +54,19 @@ def blas_name() -> str:
         return ""
     describe.restype = ctypes.c_char_p
     return f"{describe().decode(errors='replace').strip()}, {threads} threads"
+
+
+def is_strip_faster() -> bool:
+    """Whether products are faster in strips (see `openblas`).
+
+    OpenBLAS has kernels that copy nothing for AVX-512 since 0.3.17, and uses one thread for them.
+    """
+    found = re.match(r"OpenBLAS (\d+)\.(\d+)\.(\d+)\S* .*?, (\d+) threads", blas_name())
+    if found is None:
+        return False
+    *version, threads = map(int, found.groups())
+    has_kernels = any(core in blas_name() for core in _UNCOPIED_CORES)
+    return has_kernels and version >= [0, 3, 17] and threads == 1
 
 
 def is_openblas() -> bool:

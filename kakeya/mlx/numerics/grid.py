@@ -146,7 +146,7 @@ def exactness(model: LoadedModel, grid: Grid) -> str:
         "blas": blas_name(),
         "dtype": model.dtype,
         "grid": [list(piece) for piece in grid] or "any",
-        "weights": "by input" if model.angles is not None else "by output",
+        "weights": model.layout,
         "split_from": FAR_TOKENS if is_split_far() else "never",
     }
     if sys.platform == "darwin":

@@ -14,10 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.mlx import loader
+from kakeya.mlx import loader, lora
 from kakeya.mlx.numerics import openblas
 from kakeya.mlx.numerics.grid import exactness
-from kakeya.mlx.numerics.openblas import Angles, Rotation, suit
+from kakeya.mlx.numerics.openblas import (
+    Angles,
+    Rotation,
+    StripEmbedding,
+    StripLinear,
+    strip_width,
+    suit,
+)
 from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import VOCAB, write_model
 
@@ -140,10 +147,74 @@ def test_an_embedding_that_is_only_looked_up_in_stays_as_it_is(is_tied: bool) ->
 
     network = Network()
     before = mx.array(network.table.weight)
-    suit(network)
+    suit(network, in_strips=False)
     assert is_by_input(network.head)
     assert is_by_input(network.table) == is_tied
     assert mx.array_equal(network.table.weight, before).item()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "width"),
+    [
+        (576, 576, 96),
+        (1536, 576, 128),
+        (576, 1536, 96),
+        (49152, 576, 128),
+        (151936, 896, 128),
+        (192, 576, 0),
+        (704, 256, 0),
+        (50257, 768, 0),
+        (1000, 1000, 0),
+    ],
+)
+def test_the_width_of_a_strip_follows_from_the_shapes(
+    outputs: int, inputs: int, width: int
+) -> None:
+    assert strip_width(outputs, inputs) == width
+
+
+@given(
+    strips=st.integers(1, 4),
+    width=st.sampled_from((1, 3, 32)),
+    inputs=st.integers(1, 9),
+    lead=st.sampled_from(((), (1,), (1, 1), (1, 5), (3, 1), (2, 3))),
+    has_bias=st.booleans(),
+)
+def test_a_layer_in_strips_computes_the_same(
+    strips: int, width: int, inputs: int, lead: tuple[int, ...], has_bias: bool
+) -> None:
+    linear = nn.Linear(inputs, strips * width, bias=has_bias)
+    embedding = nn.Embedding(strips * width, inputs)
+    x = mx.random.normal((*lead, inputs))
+    tokens = mx.random.randint(0, strips * width, lead)
+    for expected, found in (
+        (linear(x), StripLinear(linear, width)(x)),
+        (embedding.as_linear(x), StripEmbedding(embedding, width).as_linear(x)),
+    ):
+        assert found.shape == expected.shape
+        assert mx.allclose(found, expected, atol=1e-5).item()
+    assert mx.array_equal(embedding(tokens), StripEmbedding(embedding, width)(tokens)).item()
+
+
+def test_layers_in_strips_replace_plain_ones_under_each_of_their_names() -> None:
+    class Other(nn.Linear):
+        pass
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(512, 1024), Other(512, 1024), nn.Linear(4, 32)]
+            self.first = self.layers[0]
+
+    network = Network()
+    x = mx.random.normal((2, 512))
+    expected = [layer(x) for layer in network.layers[:2]]
+    suit(network, in_strips=True)
+    assert [type(layer) for layer in network.layers] == [StripLinear, Other, nn.Linear]
+    assert network.first is network.layers[0]
+    assert all(map(is_by_input, network.layers[1:]))
+    for layer, other in zip(network.layers[:2], expected, strict=True):
+        assert mx.allclose(layer(x), other, atol=1e-5).item()
 
 
 def test_half_and_quantized_weights_stay_as_they_are() -> None:
@@ -151,24 +222,32 @@ def test_half_and_quantized_weights_stay_as_they_are() -> None:
     network.layers[0].set_dtype(mx.float16)
     nn.quantize(network, 32, 8, class_predicate=lambda path, _: path.endswith("1"))
     before = [mx.array(layer.weight) for layer in network.layers]
-    suit(network)
+    suit(network, in_strips=False)
     assert not any(map(is_by_input, network.layers))
     for layer, weight in zip(network.layers, before, strict=True):
         assert mx.array_equal(layer.weight, weight).item()
 
 
+def test_an_adapter_finds_the_sizes_of_a_layer_in_strips() -> None:
+    assert lora._sizes(StripLinear(nn.Linear(8, 96), 32)) == (8, 96)
+
+
 _WITH_OPENBLAS = """
 import sys
 from unittest.mock import patch
-from kakeya.mlx.numerics.blas import is_openblas, preload_blas
+from kakeya.mlx.numerics.blas import is_openblas, is_strip_faster, preload_blas
 preload_blas(1)
 if not is_openblas():
     sys.exit(77)
 import mlx.core as mx
 from kakeya.mlx import loader
+from kakeya.mlx.numerics import openblas
 from tests.mlx.numerics.test_openblas import logits
-ours = loader.load(sys.argv[1], "a")
+with patch.object(openblas, "_CACHED_WEIGHTS", 0):
+    ours = loader.load(sys.argv[1], "a")
 assert ours.angles is not None
+if is_strip_faster():
+    assert any(isinstance(layer, openblas.StripLinear) for layer in ours.network.modules())
 with patch.object(loader, "is_openblas", return_value=False):
     theirs = loader.load(sys.argv[1], "b")
 expected, found = logits(theirs), logits(ours)
