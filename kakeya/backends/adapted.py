@@ -41,6 +41,10 @@ class AdaptedModel:
         """The facts of the base."""
         return self._base.facts
 
+    def waits_for(self) -> str:
+        """See `ServedModel`."""
+        return self._base.waits_for()
+
     async def ready(self, timeout_s: float) -> ModelFacts:
         """Wait until the base serves. Raises NotFound if the adapter was removed."""
         self._adapters.find(self._wish.model_id, self._wish.client)

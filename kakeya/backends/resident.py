@@ -29,6 +29,7 @@ from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, PeerUnavailable
+from kakeya.core.figures import Json
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame, Usage
@@ -127,6 +128,23 @@ class ResidentModel:
         if self.backend is not None and self.backend.last_error:
             return self.backend.last_error
         return self._failure.reason if self._failure else ""
+
+    def waits_for(self) -> str:
+        """See `ServedModel`."""
+        return self.backend.waits_for() if self.backend is not None else ""
+
+    def load_status(self, now_mono: float) -> Json | None:
+        """Return how far the load of the model is, as JSON; None while it does not load."""
+        backend = self.backend
+        if backend is None or backend.progress is None:
+            return None
+        return {
+            "at": backend.progress.describe(),
+            "phase": backend.progress.phase.name.lower(),
+            "done_bytes": backend.progress.done_bytes,
+            "total_bytes": backend.progress.total_bytes,
+            "seconds": round(now_mono - backend.began_mono, 1),
+        }
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -359,9 +377,10 @@ class ResidentModel:
             async with asyncio.timeout(limit_s):
                 return await way
         except TimeoutError:
+            waits = self.waits_for()
             raise PeerUnavailable(
                 f"model {self.model_id} is {self.state.value} and was not ready within "
-                f"{limit_s:.3g} s; ask again later",
+                f"{limit_s:.3g} s{waits and f' ({waits})'}; ask again later",
                 retry_after_s=5.0,
             ) from None
         finally:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from typing import TypeGuard
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from kakeya.cli.memory_tables import show_memory
 from kakeya.core.units import format_bytes
@@ -19,48 +21,82 @@ Json = Mapping[str, object]
 _console = Console()
 _ID_CHARS, _LONG_ID_CHARS = 8, 40
 """An id made from a key has 52 characters; eight of them distinguish the nodes of a shelf."""
+_WIDE = 100
+"""Columns from which the whole table of the fleet is legible: addresses break in fewer."""
 _SILENCE = {
     "asymmetric": ", answers other nodes but not this one",
     "fleet_wide": ", answers no node",
 }
 
 
-def show_status(status: Json, *, clear: bool) -> None:
+def show_status(status: Json) -> None:
     """Print the node, its models, and the fleet as the node sees it."""
-    if clear:
-        _console.clear()
+    _write_status(status, _console)
+
+
+@contextmanager
+def watched_status(console: Console = _console) -> Iterator[Callable[[Json], None]]:
+    """Keep a status on a screen of its own, which goes at the end; yields a function to show it.
+
+    A picture that is longer than the window is cut, and its last line says by how much. Without a
+    terminal, each picture follows the one before.
+    """
+    if not console.is_terminal:
+        yield lambda status: _write_status(status, console)
+        return
+    with console.screen():
+        yield lambda status: console.update_screen(_picture(status, console.size))
+
+
+def _picture(status: Json, size: ConsoleDimensions) -> Text:
+    """The status as it fits a window."""
+    drawn = Console(
+        width=size.width, height=size.height, file=StringIO(), force_terminal=True, record=True
+    )
+    _write_status(status, drawn)
+    lines = list(Text.from_ansi(drawn.export_text(styles=True)).split("\n"))
+    if len(lines) > size.height:
+        hidden = len(lines) - size.height + 1
+        lines = [*lines[: size.height - 1], Text(f"+{hidden} lines", style="dim")]
+    return Text("\n").join(lines)
+
+
+def _write_status(status: Json, console: Console) -> None:
+    """Write the parts of a status, those that an owner looks for first at the top."""
     status = _printable(status)
     node, fleet = _object(status, "node"), _object(status, "fleet")
-    _console.print(
+    console.print(
         f"[bold]{escape(_name(node))}[/bold]  grpc {node.get('grpc')}  http {node.get('http')}  "
         f"pid {node.get('pid')}  up {_seconds(node.get('uptime_s'))}",
         highlight=False,
     )
     identity = fleet.get("identity")
     if is_object(identity):
-        _console.print(
+        console.print(
             f"fleet {identity.get('fleet')}, {identity.get('role')}"
             f"{' and authority' if identity.get('is_authority') else ''}; certificate valid for "
             f"{identity.get('certificate_days')} days",
             highlight=False,
             markup=False,
         )
-    _console.print(_models(_objects(status, "models")))
-    show_memory(_object(status, "memory"), _console)
-    _show_adapters(_object(status, "adapters"))
-    _show_prefixes(_object(status, "prefixes"))
-    _show_precache(_object(status, "precache"))
-    _console.print(_nodes(_objects(fleet, "nodes")))
     warnings = fleet.get("warnings")
     for warning in warnings if isinstance(warnings, list) else ():
-        _console.print(f"[yellow]warning[/yellow]  {escape(str(warning))}", highlight=False)
+        console.print(f"[yellow]warning[/yellow]  {escape(str(warning))}", highlight=False)
+    console.print(_models(_objects(status, "models")))
+    nodes = _objects(fleet, "nodes")
+    is_wide = console.width >= _WIDE or not console.is_terminal
+    console.print(_nodes(nodes) if is_wide else _short_nodes(nodes))
+    show_memory(_object(status, "memory"), console)
+    _show_adapters(_object(status, "adapters"), console)
+    _show_prefixes(_object(status, "prefixes"), console)
+    _show_precache(_object(status, "precache"), console)
 
 
-def _show_adapters(adapters: Json) -> None:
+def _show_adapters(adapters: Json, console: Console) -> None:
     """Print one line for adapters and one for pages, if there are any."""
     pages = _object(adapters, "pages")
     if pages.get("total"):
-        _console.print(
+        console.print(
             f"pages  {pages['total']}: {pages.get('pinned')} pinned, {pages.get('evictable')} "
             f"evictable, {pages.get('free')} free; fragmentation {pages.get('fragmentation')}",
             highlight=False,
@@ -77,10 +113,10 @@ def _show_adapters(adapters: Json) -> None:
         parts.append(
             f"{base}: {held} in {found.get('slots')} slots, {found.get('waiting')} waiting"
         )
-    _console.print(f"adapters  {'; '.join(parts)}", highlight=False, markup=False)
+    console.print(f"adapters  {'; '.join(parts)}", highlight=False, markup=False)
 
 
-def _show_prefixes(prefixes: Json) -> None:
+def _show_prefixes(prefixes: Json, console: Console) -> None:
     """Print one line if KV of prompts was kept or found."""
     pages, disk = _object(prefixes, "pages"), _object(prefixes, "disk")
     hit, computed = prefixes.get("hit_tokens"), prefixes.get("computed_tokens")
@@ -94,21 +130,21 @@ def _show_prefixes(prefixes: Json) -> None:
         parts.append(f"{prefixes['waiting']} requests wait for a prompt that another one computes")
     if disk.get("problem"):
         parts.append(f"disk: {disk['problem']}")
-    _console.print(f"prefixes  {'; '.join(parts)}", highlight=False, markup=False)
+    console.print(f"prefixes  {'; '.join(parts)}", highlight=False, markup=False)
 
 
-def _show_precache(precache: Json) -> None:
+def _show_precache(precache: Json, console: Console) -> None:
     """Print one line if a prefix is kept warm or a conversation is open; then the warnings."""
     prewarms = _object(precache, "prewarms")
     if not (precache.get("conversations") or precache.get("kept") or prewarms.get("failed")):
         return
     parts = [f"{precache.get('conversations')} conversations", f"{precache.get('kept')} kept warm"]
     parts.append(f"{prewarms.get('warm')} prefixes warmed, {prewarms.get('failed')} failed")
-    _console.print(f"precache  {'; '.join(parts)}", highlight=False, markup=False)
+    console.print(f"precache  {'; '.join(parts)}", highlight=False, markup=False)
     for slots in _objects(precache, "slots"):
         if slots.get("warning"):
             line = f"[yellow]warning[/yellow]  {escape(str(slots.get('model_id')))}: "
-            _console.print(f"{line}{escape(str(slots['warning']))}", highlight=False)
+            console.print(f"{line}{escape(str(slots['warning']))}", highlight=False)
 
 
 def show_plan(plan: Json) -> None:
@@ -138,7 +174,9 @@ def show_plan(plan: Json) -> None:
 def _models(models: Iterable[Json]) -> Table:
     table = Table("model", "role", "state", "tokens/s", "weights", "restarts", title="models")
     for model in models:
-        state = str(model.get("state"))
+        state, load = str(model.get("state")), _object(model, "load")
+        if load:
+            state += f", {load.get('at')}, {_seconds(load.get('seconds'))}"
         error = model.get("error")
         table.add_row(
             escape(str(model.get("model_id"))),
@@ -159,18 +197,33 @@ def _nodes(nodes: Iterable[Json]) -> Table:
         offers = "\n".join(
             f"{model.get('model_id')} ({model.get('role')})" for model in _objects(node, "models")
         )
-        heard = "this node" if node.get("is_self") else f"{_seconds(node.get('age_s'))} ago"
-        if node.get("is_suspect"):
-            heard += _SILENCE.get(str(node.get("doubt")), ", does not answer")
         table.add_row(
             escape(_name(node)),
             escape(_way(node)),
-            heard,
+            _heard(node),
             escape(str(node.get("platform"))),
             _bytes(node.get("memory_bytes")),
             escape(offers),
         )
     return table
+
+
+def _short_nodes(nodes: Iterable[Json]) -> Table:
+    """The fleet in a narrow window, a line for each node."""
+    table = Table(title="fleet")
+    for heading in ("node", "heard", "offers"):
+        table.add_column(heading, no_wrap=True)
+    for node in nodes:
+        offers = ", ".join(str(model.get("model_id")) for model in _objects(node, "models"))
+        table.add_row(escape(_name(node)), _heard(node), escape(offers))
+    return table
+
+
+def _heard(node: Json) -> str:
+    heard = "this node" if node.get("is_self") else f"{_seconds(node.get('age_s'))} ago"
+    if node.get("is_suspect"):
+        heard += _SILENCE.get(str(node.get("doubt")), ", does not answer")
+    return heard
 
 
 def _name(node: Json) -> str:

@@ -13,7 +13,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -129,17 +130,20 @@ def _command(
 
 
 def _status(node: NodeApi, *, as_json: bool, watch: bool) -> int:
-    while True:
-        seen = node.get("/api/v1/status")
-        if as_json:
-            print(json.dumps(seen), flush=True)
-        else:
-            from kakeya.cli.display import show_status
+    def print_json(seen: Mapping[str, object]) -> None:
+        print(json.dumps(seen), flush=True)
 
-            show_status(seen, clear=watch)
-        if not watch:
-            return 0
-        time.sleep(_WATCH_S)
+    show: Callable[[Mapping[str, object]], None] = print_json
+    with ExitStack() as stack:
+        if not as_json:
+            from kakeya.cli.display import show_status, watched_status
+
+            show = stack.enter_context(watched_status()) if watch else show_status
+        while True:
+            show(node.get("/api/v1/status"))
+            if not watch:
+                return 0
+            time.sleep(_WATCH_S)
 
 
 def _plan(node: NodeApi, *, as_json: bool) -> int:
@@ -185,7 +189,9 @@ def _generate(node: NodeApi, options: argparse.Namespace) -> int:
     }
     text: list[str] = []
     usage: dict[str, object] = {}
-    for event in node.stream("/v1/completions", body):
+    waiting = _Waiting()
+    for event in node.stream("/v1/completions", body, waiting.show):
+        waiting.end()
         piece = _text_of(event)
         text.append(piece)
         if not options.json:
@@ -198,6 +204,28 @@ def _generate(node: NodeApi, options: argparse.Namespace) -> int:
         print()
         print(_account(usage), file=sys.stderr)
     return 0
+
+
+class _Waiting:
+    """Says on stderr what an answer waits for: in one line of a terminal, else once."""
+
+    def __init__(self) -> None:
+        self._is_shown = False
+
+    def show(self, text: str) -> None:
+        """Show it, in the place of the text before."""
+        said = f"waiting: {''.join(char if char.isprintable() else '?' for char in text)}"
+        if sys.stderr.isatty():
+            print(f"\r\033[K{said}", end="", file=sys.stderr, flush=True)
+        elif not self._is_shown:
+            print(said, file=sys.stderr, flush=True)
+        self._is_shown = True
+
+    def end(self) -> None:
+        """Take it away: the answer comes."""
+        if self._is_shown and sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._is_shown = False
 
 
 def _default_model(node: NodeApi) -> str:

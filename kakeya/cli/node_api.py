@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from kakeya.node.datadir import find_running
 
 _ANSWER_S = 10.0
 _STREAM_S = 600.0
+_WAITS = b": waiting: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,16 @@ class NodeApi:
         finally:
             connection.close()
 
-    def stream(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, object]]:
-        """Post a request and yield the JSON objects of the streamed events. Raises PeerError."""
+    def stream(
+        self,
+        path: str,
+        body: Mapping[str, object],
+        on_wait: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[dict[str, object]]:
+        """Post a request and yield the JSON objects of the streamed events. Raises PeerError.
+
+        `on_wait` hears of the load that the answer waits for.
+        """
         connection = self._connect(_STREAM_S)
         try:
             answer = self._ask(connection, "POST", path, json.dumps(body).encode())
@@ -43,6 +52,8 @@ class NodeApi:
                 data = line.strip().removeprefix(b"data: ")
                 if data == b"[DONE]":
                     return
+                if data.startswith(_WAITS):
+                    on_wait(data.removeprefix(_WAITS).decode("utf-8", "replace"))
                 if line.startswith(b"data: "):
                     yield _checked(self.address, _object(self.address, data))
             raise PeerUnavailable(f"the node at {self.address} ended in the middle of its answer")

@@ -114,9 +114,18 @@ class Generations:
         self._crowd = FairBound(limits.generations)
         self.limits = limits
 
-    def connection(self, receive: Receive, send: Send, *, is_stream: bool) -> Connection:
-        """Watch over one client."""
-        return Connection(receive, send, is_stream=is_stream, clock=self._clock, limits=self.limits)
+    def connection(
+        self, receive: Receive, send: Send, waits_for: Callable[[], str], *, is_stream: bool
+    ) -> Connection:
+        """Watch over one client; `waits_for` as `ServedModel.waits_for`."""
+        return Connection(
+            receive,
+            send,
+            is_stream=is_stream,
+            clock=self._clock,
+            limits=self.limits,
+            waits_for=waits_for,
+        )
 
     def find(self, model_id: str, client: str = "") -> ServedModel:
         """Find a served model for a client. Raises ModelNotFound with the ids that are served, and
@@ -295,7 +304,9 @@ class GenerationRoute:
         model = generations.find(asked.params.model, caller)
         is_stream = asked.params.stream
         with generations.admitted(share_of(caller, scope), asked.params.user):
-            async with generations.connection(receive, send, is_stream=is_stream) as client:
+            async with generations.connection(
+                receive, send, model.waits_for, is_stream=is_stream
+            ) as client:
                 prepared = generations.prepare(self._dialect, asked, model, scope)
                 if is_stream:
                     await self._stream(prepared, client)

@@ -112,7 +112,9 @@ class PrecacheRoute:
         client = client_of(scope)
         model = generations.find(asked.model, client)
         with generations.admitted(share_of(client, scope)):
-            async with generations.connection(receive, send, is_stream=False) as connection:
+            async with generations.connection(
+                receive, send, model.waits_for, is_stream=False
+            ) as connection:
                 report = await self._warm(asked, model, client)
                 connection.finish()
         await send_json(send, 200, compact(_answer(asked, model, report)))

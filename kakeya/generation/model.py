@@ -34,6 +34,10 @@ class ServedModel(Protocol):
         """The facts from the model's last load; None before the first one."""
         ...
 
+    def waits_for(self) -> str:
+        """The load that a request waits for, and how far it is, as "loading X, 41 %"; "" = none."""
+        ...
+
     async def ready(self, timeout_s: float) -> ModelFacts:
         """Wait until the model serves. Raises PeerUnavailable with retry_after_s if it will not."""
         ...

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from kakeya.adapters.files.base import read_base
 from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.log import event
 from kakeya.core.weight_files import missing_weights, weight_files
+from kakeya.generation.progress import LoadPhase
 from kakeya.mlx.context import context_tokens
 from kakeya.mlx.device import forbid_wired_limit
 from kakeya.mlx.lora import AdapterSlots
@@ -45,6 +46,9 @@ _PATTERNS = [
     "*.txt",
     "*.jinja",
 ]
+
+_PART_BYTES = 32 << 20
+"""Weights are read in parts of so many bytes, so that progress can be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +120,22 @@ def resolve_folder(id_or_path: str, download: Callable[..., str] = snapshot_down
 
 
 def load(
-    id_or_path: str, model_id: str, *, adapter_slots: int = 0, adapter_rank: int = 0
+    id_or_path: str,
+    model_id: str,
+    *,
+    adapter_slots: int = 0,
+    adapter_rank: int = 0,
+    told: Callable[[LoadPhase, int, int], None] = lambda *_: None,
 ) -> LoadedModel:
     """Load weights into memory; with slots for so many adapters of at most this rank.
+
+    `told` hears how far it is: the phase, the bytes that were read, and all bytes.
 
     Raises ConfigError when the folder lacks a part, or holds an architecture or weights that
     mlx-lm cannot read.
     """
     forbid_wired_limit()
+    told(LoadPhase.FIND, 0, 0)
     folder = resolve_folder(id_or_path)
     state = weights_state(folder)
     try:
@@ -139,13 +151,15 @@ def load(
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
     if is_cpu:
         _to_float32(network)
+    weight_bytes = sum(value.nbytes for _, value in tree_flatten(network.parameters()))
+    reading = _Reading(weight_bytes, told)
     try:
         if is_cpu and is_openblas():
-            angles, layout = suit(network, in_strips=is_strip_faster())
-        mx.eval(network.parameters())
+            angles, layout = suit(network, reading.has, in_strips=is_strip_faster())
+        parameters = [value for _, value in tree_flatten(network.parameters())]
+        reading.finish(parameters)
     except RuntimeError as failure:
         raise ConfigError(f"weights in {str(folder)!r} are damaged: {failure}") from failure
-    parameters = [value for _, value in tree_flatten(network.parameters())]
     floats = {str(p.dtype).removeprefix("mlx.core.") for p in parameters if _is_float(p)}
     event(_log, "weights loaded", model=model_id, folder=str(folder))
     return LoadedModel(
@@ -157,7 +171,7 @@ def load(
         eos_token_ids=_eos_token_ids(folder, config),
         quantization=quantization,
         dtype="+".join(sorted(floats)),
-        weight_bytes=sum(p.nbytes for p in parameters),
+        weight_bytes=weight_bytes,
         vocabulary_digest=vocabulary_digest(folder),
         weights_state=state if weights_state(folder) == state else "",
         angles=angles,
@@ -168,6 +182,34 @@ def load(
         if adapter_slots > 0
         else None,
     )
+
+
+class _Reading:
+    """Counts the bytes of weights that lie in memory."""
+
+    def __init__(self, total_bytes: int, told: Callable[[LoadPhase, int, int], None]) -> None:
+        self._total_bytes = total_bytes
+        self._told = told
+        self._done_bytes = 0
+        self.has(0)
+
+    def has(self, more_bytes: int) -> None:
+        """Note that so many more lie there."""
+        self._done_bytes += more_bytes
+        self._told(LoadPhase.READ, self._done_bytes, self._total_bytes)
+
+    def finish(self, parameters: Sequence[mx.array]) -> None:
+        """Read the rest, in parts. Raises RuntimeError where a file is damaged."""
+        seen_bytes, part_bytes, part = 0, 0, []
+        for number, value in enumerate(parameters, start=1):
+            part.append(value)
+            part_bytes += value.nbytes
+            if part_bytes >= _PART_BYTES or number == len(parameters):
+                mx.eval(part)
+                seen_bytes += part_bytes
+                part_bytes, part = 0, []
+                # Weights that were laid out before are among them, and are counted once.
+                self.has(max(0, seen_bytes - self._done_bytes))
 
 
 def _fingerprint(folder: Path) -> str:

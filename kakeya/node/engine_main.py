@@ -20,12 +20,14 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import configure, event
 from kakeya.core.process import bound_heap, compute_in_bulk
+from kakeya.generation.progress import LoadPhase, LoadTeller
 
 if TYPE_CHECKING:
     from kakeya.engine.model import Model
@@ -48,6 +50,7 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
         target=_model_thread, args=(options, load or load_model, engine), name="model", daemon=True
     )
     thread.start()
+    import_module("kakeya.engine.service")  # a tenth of a second, while weights are read
     try:
         made = engine.result()
     except KakeyaError as failure:
@@ -140,6 +143,8 @@ def load_model(options: Namespace) -> Model:
     """Load a model with mlx by the options."""
     from kakeya.mlx.numerics.blas import preload_blas
 
+    told = LoadTeller(_say)
+    told(LoadPhase.START)
     accelerated = preload_blas(options.blas_threads)
     started = time.perf_counter()
     from kakeya.mlx.loader import load
@@ -150,9 +155,17 @@ def load_model(options: Namespace) -> Model:
         options.model_id,
         adapter_slots=options.adapter_slots,
         adapter_rank=options.adapter_rank,
+        told=told,
     )
+    told(LoadPhase.CHECK)
     load_s = time.perf_counter() - started
     return MlxModel(loaded, load_s, accelerated, findings=options.findings)
+
+
+def _say(line: str) -> None:
+    """Write a line that the parent reads."""
+    sys.stdout.write(line)
+    sys.stdout.flush()
 
 
 async def _serve(socket_path: str, engine: _Engine, model_thread: threading.Thread) -> None:

@@ -52,6 +52,7 @@ class Overview:
                 listeners=self.listeners.addresses,
                 uptime_s=mono - self.started_mono,
                 now=self.clock.wall(),
+                mono=mono,
                 not_serving=self.health.reason(),
                 cards=cards,
                 fleet=plane.view(cards),

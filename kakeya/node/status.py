@@ -64,6 +64,7 @@ class NodeView:
     listeners: Sequence[str]
     uptime_s: float
     now: float
+    mono: float
     not_serving: str
     cards: Sequence[Card]
     fleet: FleetStatus
@@ -91,7 +92,7 @@ def describe(view: NodeView) -> Json:
             "uptime_s": round(view.uptime_s, 1),
             "not_serving": view.not_serving,
         },
-        "models": [_model(spec, backend) for spec, backend in view.models],
+        "models": [_model(spec, backend, view.mono) for spec, backend in view.models],
         "memory": view.memory,
         "adapters": view.adapters,
         "prefixes": view.prefixes,
@@ -172,7 +173,7 @@ def _warnings(view: NodeView) -> list[str]:
     return found
 
 
-def _model(spec: ModelSpec, backend: ResidentModel | None) -> Json:
+def _model(spec: ModelSpec, backend: ResidentModel | None, mono: float) -> Json:
     if backend is None:
         return {"model_id": spec.model_id, "role": spec.role.value, "state": "ready", "error": ""}
     facts = backend.facts
@@ -181,6 +182,7 @@ def _model(spec: ModelSpec, backend: ResidentModel | None) -> Json:
         "role": spec.role.value,
         "state": backend.state.value,
         "error": backend.last_error,
+        "load": backend.load_status(mono),
         "pid": backend.pid,
         "restarts": backend.restarts,
         "running": backend.running,

@@ -57,6 +57,9 @@ class FakeModel:
         self.next_engine: Callable[[], FakeEngine] | None = None
         self.losses: list[str] = []
 
+    def waits_for(self) -> str:
+        return ""
+
     async def ready(self, timeout_s: float) -> ModelFacts:
         assert self.facts is not None
         return self.facts

@@ -36,6 +36,31 @@ def test_what_speaks_no_http_is_told_without_its_bytes(other_protocol: str) -> N
     assert told.value.message.isprintable()
 
 
+STREAM = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+    b": waiting\n\n: waiting: loading toy, 41 %\x1b[2J\n\n: waiting: loading toy, 97 %\n\n"
+    b'data: {"choices": [{"text": "hello"}]}\n\ndata: [DONE]\n\n'
+)
+
+
+def test_generate_says_what_it_waits_for_on_stderr() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(STREAM)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        node = f"127.0.0.1:{server.getsockname()[1]}"
+        done = run_cli("generate", "--node", node, "--model", "toy", "--prompt", "a")
+        thread.join()
+    assert done.stdout == "hello\n"
+    assert done.stderr.splitlines()[0] == "waiting: loading toy, 41 %?[2J"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -87,6 +87,7 @@ class ToyModel:
     pace: Pace = field(default_factory=Pace)
     state: ModelState = ModelState.READY
     last_error: str = ""
+    loads: str = ""
     context_tokens: int = 512
     fail_after: int | None = None
     commits_stop_token: bool = True
@@ -100,6 +101,9 @@ class ToyModel:
         self.started = asyncio.Event()
         self.open = 0
         self.requests: list[DecodeRequest] = []
+
+    def waits_for(self) -> str:
+        return self.loads
 
     @property
     def facts(self) -> ModelFacts | None:

@@ -131,7 +131,7 @@ async def test_words_that_a_member_chose_neither_drive_the_terminal_nor_end_the_
     model = {"model_id": evil, "role": evil, "state": evil, "error": evil}
     node |= {"models": [model], "route": {"address": evil, "network": evil}}
     fleet = {"nodes": [node], "warnings": [evil], "identity": {"fleet": evil}}
-    show_status({"node": node, "models": [model], "fleet": fleet}, clear=False)
+    show_status({"node": node, "models": [model], "fleet": fleet})
     names = dict.fromkeys(("verifier_model", "verifier_node", "proposer_model"), evil)
     show_plan({"placement": names, "drafts": {evil: {evil: [evil]}}})
     show_plan({"reason": evil})
@@ -158,6 +158,7 @@ def status_of(plane: NodeFleet) -> Json:
             listeners=(),
             uptime_s=1.0,
             now=SystemClock().wall(),
+            mono=SystemClock().mono(),
             not_serving="",
             cards=cards,
             fleet=plane.view(cards),
@@ -211,7 +212,7 @@ async def test_an_edge_that_only_this_node_lacks_is_told_apart_from_a_dead_node(
     assert [line for line in fleet["warnings"] if "others reach" in line] == [
         "others reach behind-a-wall and this node does not; `kakeya doctor behind-a-wall` says why"
     ]
-    show_status(status, clear=False)
+    show_status(status)
     shown = capsys.readouterr().out.split()  # columns fold, so words
     assert {"answers", "nodes", "but", "not", "no"} <= set(shown)
     assert "doctor" in shown
@@ -234,5 +235,5 @@ async def test_each_answer_of_a_round_is_a_round_trip_of_the_own_network(tmp_pat
 
 def test_the_table_says_what_the_pages_hold(capsys: pytest.CaptureFixture[str]) -> None:
     pages = {"total": 8, "free": 4, "pinned": 2, "evictable": 2, "fragmentation": 0.5}
-    show_status({"adapters": {"registered": 0, "pages": pages}}, clear=False)
+    show_status({"adapters": {"registered": 0, "pages": pages}})
     assert "8: 2 pinned, 2 evictable, 4 free; fragmentation 0.5" in capsys.readouterr().out

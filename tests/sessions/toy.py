@@ -75,6 +75,9 @@ class HashServedModel:
     cache_length_violations: int = 0
     position_violations: int = 0
 
+    def waits_for(self) -> str:
+        return ""
+
     async def ready(self, timeout_s: float) -> ModelFacts:
         if self.state is not ModelState.READY:
             raise PeerUnavailable(f"model {self.model_id} is {self.state}", retry_after_s=1.0)

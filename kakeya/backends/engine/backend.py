@@ -68,6 +68,10 @@ class EngineBackend(EngineLife):
     ) -> None:
         await self.aclose()
 
+    def waits_for(self) -> str:
+        """See `ServedModel`."""
+        return f"loading {self.model_id}, {self.progress.describe()}" if self.progress else ""
+
     @property
     def running(self) -> int:
         """The number of decodes that hold a place."""

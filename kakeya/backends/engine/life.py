@@ -31,10 +31,13 @@ from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import KvOffer
+from kakeya.generation.progress import LoadPhase, LoadProgress
 from kakeya.generation.request import DecodeRequest
 from kakeya.wire.channels import Keepalive
 
 _log = logging.getLogger(__name__)
+LOG_EVERY_S = 10.0
+"""The log says so often how far a load is, beside the beginning of each phase."""
 EXIT_NOTICE_S = 0.25
 """How long to wait for an exit: a killed child breaks its streams a moment before."""
 
@@ -135,6 +138,10 @@ class EngineLife:
         """None while no child serves."""
         self.pid: int | None = None
         """The child's process id; None without a child."""
+        self.progress: LoadProgress | None = None
+        """How far the load of a child is; None while none loads."""
+        self.began_mono = 0.0
+        """The start of the last child."""
         self.facts: ModelFacts | None = None
         """The facts from the last engine; None before the first one was ready."""
         self.restarts = 0
@@ -195,6 +202,8 @@ class EngineLife:
     def unavailable(self) -> PeerUnavailable:
         """Make the error for a caller that cannot be served now."""
         because = f": {self.last_error}" if self.last_error else ""
+        if self.progress is not None:
+            because += f", {self.progress.describe()}"
         return PeerUnavailable(
             f"model {self.model_id} is {self.state.value}{because}",
             retry_after_s=self.retry_after_s(),
@@ -221,8 +230,9 @@ class EngineLife:
 
     async def _run_engine(self, socket: Path) -> Plan:
         """Run one child from its spawn to its end and decide what follows."""
+        self.began_mono = self._clock.mono()
         process = await EngineProcess.start(
-            self.model_id, self._spec.command, socket, self._spec.env
+            self.model_id, self._spec.command, socket, self._spec.env, self._loads
         )
         client = EngineClient(self.model_id, process.address, self.options.keepalive, self._clock)
         self.pid = process.pid
@@ -234,6 +244,7 @@ class EngineLife:
             return self._after_exit(ended)
         finally:
             self.engine = None
+            self.progress = None
             self._process = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
@@ -271,6 +282,7 @@ class EngineLife:
             process.kill(f"could not be made ready: {error.message}")
             return
         self.engine = Engine(process, client, self.options.decode_timeout_s)
+        self.progress = None
         self.facts = facts
         self._move(ModelState.READY, "")
         process.kill(await self._probed_until_ill(client))
@@ -315,16 +327,33 @@ class EngineLife:
 
     async def _described(self, client: EngineClient) -> ModelFacts:
         started = self._clock.mono()
-        step_s = 5.0
         while (left_s := self.options.start_timeout_s - (self._clock.mono() - started)) > 0:
             try:
-                return await client.describe(min(step_s, left_s))
+                return await client.describe(min(LOG_EVERY_S, left_s))
             except DeadlineExceeded:
-                waited_s = self._clock.mono() - started
-                event(_log, "model is loading", model=self.model_id, seconds=waited_s)
+                self._log_progress()
             except PeerUnavailable:
                 await self._clock.sleep(0.05)
         raise DeadlineExceeded(f"it took longer than {self.options.start_timeout_s:g} s")
+
+    def _loads(self, progress: LoadProgress) -> None:
+        """Note how far the load of the child is; its last lines may come after its end."""
+        if self._process is None:
+            return
+        has_begun = self.progress is None or self.progress.phase is not progress.phase
+        self.progress = progress
+        if has_begun:
+            self._log_progress()
+
+    def _log_progress(self) -> None:
+        now = self._clock.mono()
+        event(
+            _log,
+            "model is loading",
+            model=self.model_id,
+            at=self.progress.describe() if self.progress else LoadPhase.START.value,
+            seconds=now - self.began_mono,
+        )
 
     def _move(self, state: ModelState, reason: str) -> None:
         if self.state is ModelState.STOPPED:

@@ -22,6 +22,7 @@ from typing import Self
 from kakeya.backends.engine.restart import Exit
 from kakeya.core.errors import ConfigError
 from kakeya.core.log import event
+from kakeya.generation.progress import LoadProgress
 
 _log = logging.getLogger("kakeya.child")
 _CHILD_RECORD = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) +(.*)")
@@ -72,7 +73,14 @@ class SocketFolder:
 class EngineProcess:
     """A running child. Its owner must await `aclose`, which leaves no process and no socket."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, socket: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        socket: Path,
+        on_progress: Callable[[LoadProgress], None],
+    ) -> None:
+        self._on_progress = on_progress
         self._name = name
         self._process = process
         self._socket = socket
@@ -83,9 +91,17 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, name: str, command: Command, socket: Path, env: Mapping[str, str] | None = None
+        cls,
+        name: str,
+        command: Command,
+        socket: Path,
+        env: Mapping[str, str] | None = None,
+        on_progress: Callable[[LoadProgress], None] = lambda _: None,
     ) -> Self:
-        """Spawn the child. Raises ConfigError if the program does not exist."""
+        """Spawn the child. `on_progress` hears how far its load is.
+
+        Raises ConfigError if the program does not exist.
+        """
         arguments = [str(argument) for argument in command(socket)]
         try:
             process = await asyncio.create_subprocess_exec(
@@ -98,7 +114,7 @@ class EngineProcess:
             )
         except OSError as error:
             raise ConfigError(f"{arguments[0]} cannot be run: {error.strerror}") from None
-        return cls(name, process, socket)
+        return cls(name, process, socket, on_progress)
 
     @property
     def pid(self) -> int:
@@ -156,6 +172,9 @@ class EngineProcess:
         if self._process.stdout is None:
             return
         async for line in _lines(self._process.stdout):
+            if progress := LoadProgress.from_line(line):
+                self._on_progress(progress)
+                continue
             level = logging.INFO
             if record := _CHILD_RECORD.fullmatch(line):
                 level = logging.getLevelNamesMapping()[record[1].upper()]

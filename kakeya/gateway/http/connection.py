@@ -7,6 +7,7 @@ decode, and with or without streaming.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -18,7 +19,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import Cancelled, Unsupported
 from kakeya.core.units import MIB, format_bytes
 from kakeya.gateway.http.edge import BodyTimeout, BodyTooLarge
-from kakeya.gateway.openai.stream import KEEPALIVE
+from kakeya.gateway.openai.stream import comment
 
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,6 +39,8 @@ class HttpLimits:
     """How long a request waits for a model that loads or restarts."""
     keepalive_s: float = 5.0
     """A stream without an event for so long gets a comment, so that no proxy or client ends it."""
+    progress_s: float = 2.0
+    """While a model loads, comments come so often and say how far it is."""
     stall_s: float = 60.0
     """A client that takes nothing of its stream for so long has left."""
     generations: int = 256
@@ -79,8 +82,17 @@ class Connection:
     """
 
     def __init__(
-        self, receive: Receive, send: Send, *, is_stream: bool, clock: Clock, limits: HttpLimits
+        self,
+        receive: Receive,
+        send: Send,
+        *,
+        is_stream: bool,
+        clock: Clock,
+        limits: HttpLimits,
+        waits_for: Callable[[], str] = lambda: "",
     ) -> None:
+        """`waits_for` names the load that the answer waits for, and how far it is; "" = none."""
+        self._waits_for = waits_for
         self._receive = receive
         self._send = send
         self._is_stream = is_stream
@@ -164,10 +176,11 @@ class Connection:
 
     async def _keep_alive(self) -> None:
         """Send comments into silence; a comment that is not taken is bounded like any event."""
+        limits = self._limits
         while not self._is_over:
-            await self._clock.sleep(self._limits.keepalive_s)
+            await self._clock.sleep(limits.progress_s if self._waits_for() else limits.keepalive_s)
             if self._is_quiet and not self._writes_since_mono and not self._is_over:
-                await self.send_event(KEEPALIVE)
+                await self.send_event(comment(self._waits_for()))
             self._is_quiet = True
 
     async def _watch_stall(self) -> None:

@@ -48,6 +48,12 @@ def event(value: object) -> bytes:
     return b"data: " + compact(value) + b"\n\n"
 
 
+def comment(waits_for: str) -> bytes:
+    """Write a comment for a stream without events; "" = no load is waited for."""
+    said = " ".join(waits_for.split())
+    return f": waiting: {said}\n\n".encode() if said else KEEPALIVE
+
+
 class ChunkWriter:
     """The events of one streamed answer."""
 

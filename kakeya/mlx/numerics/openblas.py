@@ -150,13 +150,15 @@ _STRIPPED: dict[type[nn.Module], Callable[[Any, int], nn.Module]] = {
 """Only layers of these very types: a subclass may compute otherwise."""
 
 
-def suit(network: nn.Module, *, in_strips: bool) -> tuple[Angles, str]:
+def suit(
+    network: nn.Module, told: Callable[[int], None] = lambda _: None, *, in_strips: bool
+) -> tuple[Angles, str]:
     """Lay out a float32 network for OpenBLAS, while its weights may still be in their files.
 
     Returns the angles of its rotations, and a name of the layout.
 
-    Largest first: a copy lies in memory twice, best while little else does. Raises
-    RuntimeError where a file is damaged.
+    Largest first: a copy lies in memory twice, best while little else does. `told` hears the bytes
+    of each layer once it lies there. Raises RuntimeError where a file is damaged.
     """
     named = network.named_modules()
     for layer in sorted(_multiplied(network), key=lambda layer: -layer.weight.size):
@@ -174,6 +176,7 @@ def suit(network: nn.Module, *, in_strips: bool) -> tuple[Angles, str]:
             layer.weight = turned.T
             del turned
         mx.clear_cache()
+        told(layer.weight.nbytes)
     angles = Angles()
     ropes = [(name, m) for name, m in network.named_modules() if type(m) is nn.RoPE]
     network.update_modules(tree_unflatten([(name, Rotation(m, angles)) for name, m in ropes]))

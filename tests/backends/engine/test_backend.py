@@ -22,6 +22,7 @@ from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.core.errors import ConfigError, InvalidArgument, PeerUnavailable, QueueFull
 from kakeya.generation.facts import EngineStats, ModelState
 from kakeya.generation.frames import Done, Progress, StopReason, Tokens
+from kakeya.generation.progress import LoadPhase, LoadProgress
 from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.wire.channels import Keepalive
 from tests.fakes import set_by
@@ -501,6 +502,19 @@ async def test_draft_stats_and_release_reach_the_child(tmp_path):
         assert (await model.stats()).kv_bytes_by_key == {"a": 11}
         await model.release("session")
         assert "release session" in _lines(record)
+
+
+async def test_a_child_says_how_far_its_load_is(caplog):
+    logging.getLogger("kakeya").propagate = True
+    read = LoadProgress(phase=LoadPhase.READ, done_bytes=41, total_bytes=100).line()
+    said = f"{LoadProgress(phase=LoadPhase.FIND).line()}\n{read}\n{read}"
+    with caplog.at_level(logging.INFO, logger="kakeya"):
+        async with backend("--say", said, "--load-s", 60) as model:
+            await until(lambda: model.waits_for() == "loading toy, 41 %")
+            assert "loading, 41 %" in model.unavailable().message
+    lines = [record for record in caplog.records if record.getMessage() == "model is loading"]
+    assert [vars(line)["kakeya_fields"]["at"] for line in lines] == [LoadPhase.FIND.value, "41 %"]
+    assert model.waits_for() == ""
 
 
 async def test_what_the_child_writes_is_in_the_agents_log_at_its_own_level(caplog):
