@@ -7,6 +7,8 @@ import errno
 import fcntl
 import os
 import plistlib
+import select
+import sys
 from pathlib import Path
 
 import pytest
@@ -183,3 +185,47 @@ def test_a_full_flush_falls_back_where_the_file_system_has_none(
     assert done == [wanted]
     flush(4)  # type: ignore[operator]
     assert done == [wanted, wanted, "fsync"]
+
+
+def test_the_end_of_a_process_is_asked_of_a_kqueue_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    read, write = os.pipe()
+
+    class Queue:
+        def control(self, changes: list[object], most: int) -> None:
+            asked.extend(changes)
+            if changes == [(404, "proc", "add once", "exit")]:
+                raise ProcessLookupError(errno.ESRCH, "No such process")
+
+        def fileno(self) -> int:
+            return read
+
+        def close(self) -> None:
+            asked.append("closed")
+
+    names = {"KQ_FILTER_PROC": "proc", "KQ_NOTE_EXIT": "exit"}
+    for name, value in {**names, "KQ_EV_ADD": _Flag("add"), "KQ_EV_ONESHOT": _Flag("once")}.items():
+        monkeypatch.setattr(select, name, value, raising=False)
+    monkeypatch.setattr(
+        select,
+        "kevent",
+        lambda pid, filter, flags, fflags: (pid, filter, str(flags), fflags),
+        raising=False,
+    )
+    monkeypatch.setattr(select, "kqueue", Queue, raising=False)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with darwin.watched_exit(7) as descriptor:
+        assert descriptor == read
+    assert asked == [(7, "proc", "add once", "exit"), "closed"]
+    with pytest.raises(ProcessLookupError), darwin.watched_exit(404):
+        pass
+    assert asked[-1] == "closed"
+    os.close(read)
+    os.close(write)
+
+
+class _Flag(str):
+    __slots__ = ()
+
+    def __or__(self, other: object) -> _Flag:
+        return _Flag(f"{self} {other}")

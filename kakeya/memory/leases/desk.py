@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +31,7 @@ from kakeya.memory.leases.processes import Census, ProcessTree
 from kakeya.memory.leases.rules import MachineSight
 from kakeya.memory.leases.store import LeaseStore
 from kakeya.memory.machine.machine import machine_sources
-from kakeya.memory.machine.pressure import worst
+from kakeya.memory.machine.pressure import PressureSource, Reading, worst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,18 +141,25 @@ class LeaseDesk:
         await self._store.change(lambda book: (rules.end_drain(book), None))
 
     async def stop_holders(self) -> tuple[ProcessLease, ...]:
-        """Send SIGTERM to each process of all holders; returns their leases."""
+        """Send SIGTERM to each process of all holders; returns the leases of those that got it:
+        processes of other users do not."""
         seen = await self.look()
         told = []
         for lease in seen.leases:
             tree = seen.trees.get(lease.lease_id)
             if lease.state is LeaseState.GRANTED and tree is not None:
-                living = [one for one in tree.processes if self._census.lives(one)]
-                for process in living:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGTERM)
-                told += [lease] if living else []
+                heard = await asyncio.to_thread(self._told_to_end, tree)
+                told += [lease] if heard else []
         return tuple(told)
+
+    def _told_to_end(self, tree: ProcessTree) -> int:
+        """Send SIGTERM to all living processes of a holder; returns how many got it."""
+        told = 0
+        for process in filter(self._census.lives, tree.processes):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGTERM)
+                told += 1
+        return told
 
     async def _beat(self, lease: ProcessLease) -> None:
         while True:
@@ -177,13 +184,19 @@ def _machine_budget() -> int:
 
 
 def _available() -> int | None:
-    """The least of the available bytes that the sources of the machine give."""
-    return asyncio.run(_read_sources())
+    """The least of the available bytes that the sources of the machine give. Raises
+    PeerUnavailable where none can be read: such a machine may have nothing to give."""
+    return asyncio.run(read_available(machine_sources()))
 
 
-async def _read_sources() -> int | None:
-    readings = await asyncio.gather(*(source.read() for source in machine_sources()))
-    return worst([one for one in readings if one is not None]).available_bytes
+async def read_available(sources: Sequence[PressureSource]) -> int:
+    """See `_available`; a source that cannot be read hides no other."""
+    answers = await asyncio.gather(*(one.read() for one in sources), return_exceptions=True)
+    available = worst([one for one in answers if isinstance(one, Reading)]).available_bytes
+    if available is None:
+        faults = "; ".join(str(one) for one in answers if isinstance(one, BaseException))
+        raise errors.PeerUnavailable(f"the machine does not tell its free memory: {faults}")
+    return available
 
 
 def _slug(name: str) -> str:
