@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kakeya.adapters.files.base import BaseShapes, read_base
+from kakeya.adapters.files.base import Layers, base_fingerprint, check_layers, read_layers
 from kakeya.adapters.files.packed import Precision, digest, pack, unpack
 from kakeya.adapters.files.store import AdapterRecord
 from kakeya.adapters.registry import check_client, check_name
@@ -26,6 +26,9 @@ class Registration:
     precision: Precision = Precision.INT8
 
 
+ReadLayers = Callable[[Path], Awaitable[Layers]]
+
+
 class AdapterIntake:
     """Examines adapters; `bases` returns the models that may have some, with their folders."""
 
@@ -36,28 +39,34 @@ class AdapterIntake:
         most_rank: int,
         most_bytes: int,
         wall: Callable[[], float],
+        layers: ReadLayers = read_layers,
     ) -> None:
         self._bases = bases
         self._most_rank = most_rank
         self._most_bytes = most_bytes
         self._wall = wall
+        self._read_layers = layers
+        self._layers: dict[str, Layers] = {}
+        """Of the bases that were asked for, by their fingerprint."""
 
     async def take(self, wanted: Registration) -> tuple[AdapterRecord, bytes]:
         """Pack an adapter and describe it. Raises InvalidArgument, and NotFound for the base."""
         check_name(wanted.name)
         check_client(wanted.owner)
-        shapes = await self._base(wanted.base)
-        return await asyncio.to_thread(self._examined, wanted, shapes)
+        folder = await self._base(wanted.base)
+        fingerprint = await asyncio.to_thread(base_fingerprint, folder)
+        if fingerprint not in self._layers:
+            self._layers[fingerprint] = await self._read_layers(folder)
+        return await asyncio.to_thread(self._examined, wanted, fingerprint)
 
     async def fingerprint(self, base: str) -> str:
         """The fingerprint of a base's weights on disk; "" where they cannot be read."""
         try:
-            return (await self._base(base)).fingerprint
+            return await asyncio.to_thread(base_fingerprint, await self._base(base))
         except (InvalidArgument, NotFound):
             return ""
 
-    async def _base(self, base: str) -> BaseShapes:
-        """Read the base anew each time: weights may be replaced under their name."""
+    async def _base(self, base: str) -> Path:
         folders = self._bases()
         if base not in folders:
             known = ", ".join(folders) or "none"
@@ -67,12 +76,12 @@ class AdapterIntake:
             raise InvalidArgument(
                 f"{base} is not on this disk yet; use it once, then add adapters for it"
             )
-        return await asyncio.to_thread(read_base, folder)
+        return folder
 
-    def _examined(self, wanted: Registration, shapes: BaseShapes) -> tuple[AdapterRecord, bytes]:
-        packed = pack(wanted.folder, wanted.precision, base=shapes.fingerprint)
+    def _examined(self, wanted: Registration, fingerprint: str) -> tuple[AdapterRecord, bytes]:
+        packed = pack(wanted.folder, wanted.precision, base=fingerprint)
         adapter = unpack(packed)
-        shapes.check(adapter)
+        check_layers(adapter, self._layers[fingerprint])
         if adapter.rank > self._most_rank:
             raise InvalidArgument(
                 f"the adapter has rank {adapter.rank}, and engines are started for at most "
@@ -93,7 +102,7 @@ class AdapterIntake:
             precision=adapter.precision.value,
             digest=digest(packed),
             packed_bytes=len(packed),
-            fingerprint=shapes.fingerprint,
+            fingerprint=fingerprint,
             registered_at=round(self._wall(), 3),
         )
         return record, packed

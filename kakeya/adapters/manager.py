@@ -21,9 +21,10 @@ from types import TracebackType
 from typing import Self
 
 from kakeya.adapters.figures import BOUNDS_S, AdapterSnapshot, adapter_figures, queue_status
+from kakeya.adapters.files.base import read_layers
 from kakeya.adapters.files.packed import Precision
 from kakeya.adapters.files.store import AdapterDamaged, AdapterRecord, AdapterStore
-from kakeya.adapters.intake import AdapterIntake, Registration
+from kakeya.adapters.intake import AdapterIntake, ReadLayers, Registration
 from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.places import AdapterPlaces, LendSlots, none_lent
 from kakeya.adapters.registry import AdapterRegistry
@@ -59,15 +60,18 @@ class AdapterManager:
         rng: random.Random,
         rules: TierRules | None = None,
         lend_slots: LendSlots = none_lent,
+        layers: ReadLayers = read_layers,
     ) -> None:
         """`bases` returns the models that may have adapters, with their folders; `most_rank` is the
-        largest rank that engines take; `lend_slots` gives an engine room for its slots."""
+        largest rank that engines take; `lend_slots` gives an engine room for its slots; `layers`
+        tells the linear layers of the network in a folder."""
         self._store = AdapterStore(folder)
         self._intake = AdapterIntake(
             bases,
             most_rank=most_rank,
             most_bytes=arena.largest_block_bytes,
             wall=clock.wall,
+            layers=layers,
         )
         self._lend = lend
         self._clock = clock

@@ -13,13 +13,12 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from kakeya.core.process import own_program
+from kakeya.core.programs import Output, RunProgram, run_program
 from kakeya.core.settings import Illegal, split_address
 from kakeya.doctor import machine_checks as judge
 from kakeya.doctor.machine_checks import FileFact, SelfTest
@@ -33,44 +32,6 @@ SELF_TEST_S = 8.0
 _PROGRAM_S = 3.0
 _TEST_MODEL = EMBEDDED_FOLDER / "kakeya-tiny-draft"
 _KEYS = f"{IDENTITY}/*key.pem"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """The output and exit status of a program; `status` None = it was killed at its limit."""
-
-    status: int | None
-    stdout: str
-    stderr: str
-
-
-RunProgram = Callable[[Sequence[str], float], Awaitable[Output | None]]
-"""Runs a program with a limit in seconds; None = the program does not exist."""
-
-
-async def run_program(command: Sequence[str], limit_s: float) -> Output | None:
-    """Run a program in a thread and collect its output; the program ends at its limit.
-
-    Cancelling the caller does not end the program earlier: a child that asyncio spawns cannot be
-    cancelled safely while it starts.
-    """
-    return await asyncio.to_thread(_run, command, limit_s)
-
-
-def _run(command: Sequence[str], limit_s: float) -> Output | None:
-    try:
-        ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
-        )
-    except OSError:
-        return None
-    except subprocess.TimeoutExpired:
-        return Output(status=None, stdout="", stderr="")
-    return Output(
-        status=ended.returncode,
-        stdout=ended.stdout.decode("utf-8", "replace"),
-        stderr=ended.stderr.decode("utf-8", "replace"),
-    )
 
 
 class Machine:

@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from kakeya.adapters.files.base import read_base
+from kakeya.adapters.files.base import base_fingerprint
 from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.log import event
 from kakeya.core.weight_files import missing_weights, weight_files
@@ -138,14 +138,7 @@ def load(
     told(LoadPhase.FIND, 0, 0)
     folder = resolve_folder(id_or_path)
     state = weights_state(folder)
-    try:
-        with _as_mlx_lm_reads(folder) as readable:
-            network, config = load_model(readable, lazy=True)
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as failure:
-        raise ConfigError(
-            f"model folder {str(folder)!r} cannot be loaded: {failure}; "
-            "it must hold config.json and weights of an architecture that mlx-lm knows"
-        ) from failure
+    network, config = read_network(folder)
     quantization = _quantization(config)
     angles, layout = None, "by output"
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -212,10 +205,26 @@ class _Reading:
                 self.has(max(0, seen_bytes - self._done_bytes))
 
 
+def read_network(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """Make the network of a folder, with its config; its weights are read when they are used.
+
+    Raises ConfigError.
+    """
+    try:
+        with _as_mlx_lm_reads(folder) as readable:
+            network, config = load_model(readable, lazy=True)
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as failure:
+        raise ConfigError(
+            f"model folder {str(folder)!r} cannot be loaded: {failure}; "
+            "it must hold config.json and weights of an architecture that mlx-lm knows"
+        ) from failure
+    return network, config
+
+
 def _fingerprint(folder: Path) -> str:
     """The name of the weights for adapters; "" where the folder holds them in another way."""
     try:
-        return read_base(folder).fingerprint
+        return base_fingerprint(folder)
     except InvalidArgument:
         return ""
 

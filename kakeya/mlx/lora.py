@@ -292,6 +292,15 @@ def row_slots(slots: Sequence[int]) -> mx.array | None:
     return mx.array(list(slots), dtype=mx.uint32) if any(slots) else None
 
 
+def linear_sizes(network: nn.Module) -> dict[str, tuple[int, int]]:
+    """The linear layers of a network: path -> features in, features out."""
+    return {
+        path: _sizes(layer)
+        for path, layer in network.named_modules()
+        if isinstance(layer, nn.Linear | nn.QuantizedLinear)
+    }
+
+
 def _shape(adapter: PackedAdapter) -> _Shape:
     tensors = tuple((one.path, one.a.shape, one.b.shape) for one in adapter.tensors)
     return adapter.base, adapter.rank, tensors

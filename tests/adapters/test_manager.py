@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kakeya.adapters.files.base import read_base
+from kakeya.adapters.files.base import base_fingerprint
 from kakeya.adapters.files.packed import Precision, unpack
 from kakeya.adapters.files.store import AdapterDamaged, AdapterRecord, AdapterStore, BaseReplaced
 from kakeya.adapters.intake import AdapterIntake
@@ -435,7 +435,7 @@ async def test_what_cannot_be_served_is_refused_when_it_is_registered(tmp_path: 
             for leaf, shape in (("a", (ins, 2)), ("b", (2, outs)))
         }
         await asyncio.to_thread(write_adapter, tmp_path / "f", foreign_arrays, rank=2)
-        with pytest.raises(InvalidArgument, match="no linear module of the base"):
+        with pytest.raises(InvalidArgument, match="no linear layer of the base"):
             await register("a", TINY, tmp_path / "f")
         wide = {
             name: np.ones((array.shape[0] + 1, array.shape[1]), np.float32)
@@ -447,12 +447,17 @@ async def test_what_cannot_be_served_is_refused_when_it_is_registered(tmp_path: 
         with pytest.raises(InvalidArgument, match="257 features in"):
             await register("a", TINY, tmp_path / "w")
         embedding = {
-            "model.embed_tokens.lora_a": np.ones((3072, 2), np.float32),
-            "model.embed_tokens.lora_b": np.ones((2, 256), np.float32),
+            "model.embed_tokens.lora_a": np.ones((256, 2), np.float32),
+            "model.embed_tokens.lora_b": np.ones((2, 3072), np.float32),
         }
         await asyncio.to_thread(write_adapter, tmp_path / "e", embedding, rank=2)
-        with pytest.raises(InvalidArgument, match="another model"):
-            await register("a", TINY, tmp_path / "e")
+        shorter = {
+            name.removeprefix("model."): array for name, array in tiny_arrays(1, rank=2).items()
+        }
+        await asyncio.to_thread(write_adapter, tmp_path / "s", shorter, rank=2)
+        for named_otherwise in ("e", "s"):
+            with pytest.raises(InvalidArgument, match="no linear layer of the base"):
+                await register("a", TINY, tmp_path / named_otherwise)
         assert node.adapters.records() == ()
 
 
@@ -463,7 +468,7 @@ async def test_an_adapter_of_weights_that_were_replaced_is_refused_until_it_is_a
     await asyncio.to_thread(shutil.copytree, EMBEDDED_FOLDER / TINY, base)
     async with world(tmp_path / "node", bases={TINY: str(base)}) as node:
         model_id = await node.add(1)
-        node.engine.fingerprint = (await asyncio.to_thread(read_base, base)).fingerprint
+        node.engine.fingerprint = await asyncio.to_thread(base_fingerprint, base)
         assert await node.adapters.stale() == {}
         (await node.adapters.acquire(model_id)).release()
 
@@ -474,7 +479,7 @@ async def test_an_adapter_of_weights_that_were_replaced_is_refused_until_it_is_a
         assert list(await node.adapters.stale()) == [model_id]
         (await node.adapters.acquire(model_id)).release()  # the engine has the old ones yet
         node.engine.restart(node.adapters)
-        node.engine.fingerprint = (await asyncio.to_thread(read_base, base)).fingerprint
+        node.engine.fingerprint = await asyncio.to_thread(base_fingerprint, base)
         for _ in range(2):
             with pytest.raises(BaseReplaced, match=r"adapters add a1 .* --replace"):
                 await node.adapters.acquire(model_id)

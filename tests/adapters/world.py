@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kakeya.adapters.files.base import Layers
 from kakeya.adapters.files.packed import unpack
 from kakeya.adapters.manager import AdapterManager
 from kakeya.adapters.places import LendSlots, none_lent
 from kakeya.adapters.tiers import TierRules
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import Conflict, KakeyaError, MemoryRefused, PeerUnavailable
+from kakeya.core.safetensors import read_header
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.kv import PageRef
 from kakeya.generation.spec import EMBEDDED_FOLDER
@@ -196,10 +198,21 @@ async def world(
             rng=random.Random(2),
             rules=rules,
             lend_slots=lend_slots,
+            layers=layers_in_files,
         ) as adapters:
             yield World(adapters, arena, engine, folder / "adapters", folder / "sources")
     finally:
         await asyncio.to_thread(arena.__exit__, None, None, None)
+
+
+async def layers_in_files(folder: Path) -> Layers:
+    """Of kakeya-tiny, whose files and network have the same names; without a child process."""
+    header = await asyncio.to_thread(read_header, folder / "model.safetensors")
+    return {
+        name.removesuffix(".weight"): (entry.shape[1], entry.shape[0])
+        for name, entry in header.items()
+        if len(entry.shape) == 2 and "embed" not in name
+    }
 
 
 async def settled(test, timeout_s: float = 10.0) -> None:

@@ -14,9 +14,10 @@ import grpc.aio
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.host import platform_name
+from kakeya.core.programs import Output
 from kakeya.doctor.dials import Dialler
 from kakeya.doctor.examiner import Examiner, FleetView
-from kakeya.doctor.machine import Machine, Output
+from kakeya.doctor.machine import Machine
 from kakeya.doctor.service import CheckBackService
 from kakeya.fleet.cards.cards import Card, Endpoint, Offer
 from kakeya.fleet.gossip import service as gossip

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.errors import InvalidArgument, NotFound
-from kakeya.doctor.machine import Machine, Output
+from kakeya.core.programs import Output
+from kakeya.doctor.machine import Machine
 from kakeya.doctor.report import Examination, Finding, Severity, decode_report
 from kakeya.fleet.cards.cards import Endpoint
 from kakeya.fleet.identity.authority import authority_of, new_fleet

@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kakeya.core.programs import Output, run_program
 from kakeya.doctor import machine as machine_module
-from kakeya.doctor.machine import Machine, Output, listen_fault, run_program
+from kakeya.doctor.machine import Machine, listen_fault
 from kakeya.doctor.report import Finding, Severity
 from tests.doctor.small_nodes import GOOD_TEST, no_program
 from tests.doctor.test_machine_checks import MINI_AS_DELIVERED

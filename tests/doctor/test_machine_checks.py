@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.core.programs import Output
 from kakeya.core.units import GIB, MIB
 from kakeya.doctor import machine_checks as checks
-from kakeya.doctor.machine import Output, read_self_test
+from kakeya.doctor.machine import read_self_test
 from kakeya.doctor.machine_checks import FileFact, SelfTest
 from kakeya.doctor.report import Severity
 from kakeya.fleet.paths.addresses import NetworkRank

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.adapters.files.base import read_base
 from kakeya.adapters.files.packed import Precision, pack
 from kakeya.core.errors import MemoryRefused
 from kakeya.core.process import resident_bytes
@@ -25,7 +24,8 @@ from kakeya.engine.model import MemoryUse
 from kakeya.engine.steps.scheduler import Scheduler
 from kakeya.generation.request import DecodeJob
 from kakeya.memory.estimate.estimate import GROWTH_BYTES, STEP_BYTES
-from kakeya.mlx.loader import load
+from kakeya.mlx.loader import load, read_network
+from kakeya.mlx.lora import linear_sizes
 from kakeya.mlx.model import MlxModel
 from tests.adapters.adapter_folders import write_adapter
 from tests.engine.adapter_rig import Answer, Ending, take
@@ -381,7 +381,7 @@ def slotted(folder: Path) -> MlxModel:
 def packed_for_all_layers(base: Path, folder: Path) -> bytes:
     """An adapter that names every linear layer."""
     arrays = {}
-    for path, (ins, outs) in read_base(base).modules.items():
+    for path, (ins, outs) in linear_sizes(read_network(base)[0]).items():
         if ".layers." in path:
             arrays[f"{path}.lora_a"] = np.full((ins, 2), 0.01, np.float32)
             arrays[f"{path}.lora_b"] = np.full((2, outs), 0.01, np.float32)

@@ -1,4 +1,4 @@
-"""The linear modules of a base model, as its folder describes them.
+"""The base model of an adapter: a name for its weights, and the linear layers of its network.
 
 So an adapter of another model is refused when it is registered, not when a request waits for it.
 
@@ -10,58 +10,65 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from kakeya.adapters.files.packed import PackedAdapter
 from kakeya.core.errors import InvalidArgument
+from kakeya.core.programs import RunProgram, run_program
 from kakeya.core.safetensors import ArrayEntry, open_regular, read_header
 from kakeya.core.weight_files import weight_files
 
 _SAMPLE_BYTES = 4 << 10
-_WORD_BITS = 32
+LAYERS_S = 60.0
+"""The limit of the child that tells them; it takes some seconds."""
+Layers = Mapping[str, tuple[int, int]]
+"""Linear layers of a network: path -> features in, features out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseShapes:
-    """The linear modules of a model: path -> features in, features out.
+def check_layers(adapter: PackedAdapter, layers: Layers) -> None:
+    """Raise InvalidArgument unless every layer of an adapter is one of these, and as large."""
+    for tensor in adapter.tensors:
+        found = layers.get(tensor.path)
+        if found is None:
+            close = difflib.get_close_matches(tensor.path[:120], list(layers)[:2000], n=1)
+            hint = f" (the nearest is {close[0]!r})" if close else ""
+            raise InvalidArgument(
+                f"the adapter changes {tensor.path[:80]!r}, which is no linear layer of the "
+                f"base{hint}: it is an adapter of another model"
+            )
+        if tuple(found) != (tensor.in_size, tensor.out_size):
+            raise InvalidArgument(
+                f"the adapter's {tensor.path[:80]!r} is made for {tensor.in_size} features in "
+                f"and {tensor.out_size} out; the base has {found[0]} and {found[1]}: it is an "
+                "adapter of another model"
+            )
 
-    `fingerprint` is another one for other weights: of names, shapes, sizes and samples.
+
+async def read_layers(folder: Path, run: RunProgram = run_program) -> Layers:
+    """Ask a child process for the linear layers of the network in a folder.
+
+    Raises InvalidArgument.
     """
-
-    folder: Path
-    fingerprint: str
-    modules: Mapping[str, tuple[int, int]]
-
-    def check(self, adapter: PackedAdapter) -> None:
-        """Raise InvalidArgument unless every module of an adapter is here, and as large."""
-        for tensor in adapter.tensors:
-            found = self._find(tensor.path)
-            if found != (tensor.in_size, tensor.out_size):
-                raise InvalidArgument(
-                    f"the adapter's {tensor.path[:80]!r} is made for {tensor.in_size} features in "
-                    f"and {tensor.out_size} out; the base has {found[0]} and {found[1]}: it is an "
-                    "adapter of another model"
-                )
-
-    def _find(self, path: str) -> tuple[int, int]:
-        if path in self.modules:
-            return self.modules[path]
-        # Files of some architectures name their modules with a part in front.
-        longer = [name for name in self.modules if name.endswith(f".{path}")]
-        if len(longer) == 1:
-            return self.modules[longer[0]]
-        close = difflib.get_close_matches(path[:120], list(self.modules)[:2000], n=1)
-        hint = f" (the nearest is {close[0]!r})" if close else ""
+    output = await run((sys.executable, "-m", "kakeya.mlx.linears", str(folder)), LAYERS_S)
+    if output is None or output.status is None:
         raise InvalidArgument(
-            f"the adapter changes {path[:80]!r}, which is no linear module of the base{hint}: it "
-            "is an adapter of another model"
+            f"the layers of {folder} were not told within {LAYERS_S:g} s; add the adapter again "
+            "when this machine is less busy"
         )
+    if output.status != 0:
+        said = output.stderr.strip().splitlines() or [f"status {output.status}"]
+        raise InvalidArgument(f"the layers of {folder} cannot be told: {said[-1][:500]}")
+    found = json.loads(output.stdout)
+    return {str(path): (int(ins), int(outs)) for path, (ins, outs) in found.items()}
 
 
-def read_base(folder: Path) -> BaseShapes:
-    """Read the modules of the model in a folder; blocks. Raises InvalidArgument."""
+def base_fingerprint(folder: Path) -> str:
+    """Name the weights in a folder: another name for other names, shapes, sizes and samples.
+
+    Blocks. Raises InvalidArgument.
+    """
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as problem:
@@ -69,17 +76,14 @@ def read_base(folder: Path) -> BaseShapes:
     if not isinstance(config, dict):
         raise InvalidArgument(f"{folder}/config.json is not a JSON object")
     sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    entries: dict[str, ArrayEntry] = {}
-    for file in weight_files(folder):
+    files = weight_files(folder)
+    if not files:
+        raise InvalidArgument(f"{folder} has no *.safetensors to compare an adapter with")
+    for file in files:
         header = read_header(file)
-        entries.update(header)
         sha256.update(repr(sorted((n, e.dtype, e.shape) for n, e in header.items())).encode())
         sha256.update(_sample(file, header))
-    if not entries:
-        raise InvalidArgument(f"{folder} has no *.safetensors to compare an adapter with")
-    return BaseShapes(
-        folder=folder, fingerprint=sha256.hexdigest(), modules=_modules(entries, config)
-    )
+    return sha256.hexdigest()
 
 
 def _sample(file: Path, header: Mapping[str, ArrayEntry]) -> bytes:
@@ -90,27 +94,3 @@ def _sample(file: Path, header: Mapping[str, ArrayEntry]) -> bytes:
             opened.seek(begin + max(0, end - begin - _SAMPLE_BYTES) // 2)
             parts.append(opened.read(min(_SAMPLE_BYTES, end - begin)))
     return b"".join(parts)
-
-
-def _modules(
-    entries: Mapping[str, ArrayEntry], config: Mapping[str, object]
-) -> dict[str, tuple[int, int]]:
-    quantization = config.get("quantization")
-    widths = quantization if isinstance(quantization, dict) else {}
-    modules: dict[str, tuple[int, int]] = {}
-    for name, entry in entries.items():
-        path, _, leaf = name.rpartition(".")
-        if leaf != "weight" or len(entry.shape) != 2:
-            continue
-        outs, ins = entry.shape
-        if f"{path}.scales" in entries:
-            ins = ins * _WORD_BITS // _bits(widths, path)
-        modules[path] = (ins, outs)
-    return modules
-
-
-def _bits(widths: Mapping[str, object], path: str) -> int:
-    """The width of a quantised module's values: its own, or that of all."""
-    own = widths.get(path)
-    bits = own.get("bits") if isinstance(own, dict) else widths.get("bits")
-    return bits if isinstance(bits, int) and bits > 0 else 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.adapters.files.base import read_base
+from kakeya.adapters.files.base import base_fingerprint
 from kakeya.adapters.files.packed import Precision, pack
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.core.errors import Conflict, KakeyaError, MemoryRefused, NotFound
@@ -28,7 +28,7 @@ from tests.engine.adapter_rig import FOLDERS, NAMES, TINY
 CONFIG = PageConfig(page_bytes=512 << 10, slab_pages=4, total_pages=4)
 PROMPT = tuple(range(5, 25))
 SLOTS = 2
-FINGERPRINT, OTHER = read_base(TINY).fingerprint, "0" * 64
+FINGERPRINT, OTHER = base_fingerprint(TINY), "0" * 64
 PACKED = {
     (name, base): pack(folder, Precision.EXACT, base=base)
     for name, folder in list(zip(NAMES, FOLDERS, strict=True))[:3]
