@@ -64,8 +64,10 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that is known of a model; `sharing` None = it was not tried."""
+    """All that is known of a model; `sharing` None = it was not tried. `are_blocks_tried`: its KV
+    can be taken up from blocks."""
 
+    are_blocks_tried: bool = False
     sharing: Sharing | None = None
     speeds: Speeds = field(default_factory=Speeds)
 
@@ -112,6 +114,7 @@ def decode_findings(data: bytes) -> Findings:
         if said["format"] != FORMAT:
             raise ValueError("findings of another format")
         return Findings(
+            are_blocks_tried=said["are_blocks_tried"] is True,
             sharing=None if sharing is None else _sharing(**sharing),
             speeds=Speeds(
                 forwards_s=_times(speeds["forwards_s"]),

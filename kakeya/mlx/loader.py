@@ -13,6 +13,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,10 @@ def load(
         _to_float32(network)
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(network.parameters()))
     reading = _Reading(weight_bytes, told)
+    # Beside the reading, which leaves Python alone: a large tokenizer takes as long as a forward.
+    beside = ThreadPoolExecutor(1)
+    digest = beside.submit(vocabulary_digest, folder)
+    beside.shutdown(wait=False)
     try:
         if is_cpu and is_openblas():
             angles, layout = suit(network, reading.has, in_strips=is_strip_faster())
@@ -165,7 +170,7 @@ def load(
         quantization=quantization,
         dtype="+".join(sorted(floats)),
         weight_bytes=weight_bytes,
-        vocabulary_digest=vocabulary_digest(folder),
+        vocabulary_digest=digest.result(),
         weights_state=state if weights_state(folder) == state else "",
         angles=angles,
         layout=layout,

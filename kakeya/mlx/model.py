@@ -65,13 +65,15 @@ class MlxModel:
         self._loaded = loaded
         mx.set_cache_limit(KEPT_BUFFER_BYTES)
         hand_over(loaded.network)
-        self._blocks = _blocks(loaded)
         self._file = FindingsFile(findings, loaded)
         self._found = self._file.read()
+        self._blocks = _blocks(loaded, is_tried=self._found.are_blocks_tried)
         self._assignment: PlaceAssignment | None = None
         self._memory_bytes: int | None = None
         self._facts = self._first_facts(load_s, blas_accelerated)
         self._apply(self._found)
+        if self._blocks is not None and not self._found.are_blocks_tried:
+            self._find(replace(self._found, are_blocks_tried=True))
         if self._found.sharing is None and loaded.weight_bytes <= _CHECKED_AT_ONCE_BYTES:
             at_once(self._check())
         self._tidy_up()
@@ -89,8 +91,8 @@ class MlxModel:
         """Facts that need no measurement."""
         loaded, blocks = self._loaded, self._blocks
         state = MlxVerifier(loaded)
-        state.prefill((0, 0))
-        logits = loaded.forward(mx.array([[0]], dtype=mx.int32), loaded.make_cache())
+        logits = state.step(mx.array([0], dtype=mx.int32))
+        mx.eval(logits)
         grid: Grid = ()
         chunk_tokens = _UNKNOWN_CHUNK_TOKENS
         if blocks is not None:
@@ -266,10 +268,10 @@ class MlxModel:
         self._drafter.shed(size)
 
 
-def _blocks(loaded: LoadedModel) -> KvBlocks | None:
+def _blocks(loaded: LoadedModel, *, is_tried: bool) -> KvBlocks | None:
     """The model's blocks of KV; None, with a reason in the log, where it has none."""
     try:
-        return plan_blocks(loaded)
+        return plan_blocks(loaded, is_tried=is_tried)
     except Exception as refusal:  # noqa: BLE001 - whatever a model does that is not known
         event(
             _log,

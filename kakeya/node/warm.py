@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
+from kakeya.generation.facts import ModelState
 from kakeya.generation.model import ModelDirectory
+from kakeya.generation.spec import ModelRole
 from kakeya.node.memory import NodeMemory
 from kakeya.node.pages import NodePages
 from kakeya.prefix.config import PrecacheConfig
@@ -43,7 +47,16 @@ async def node_precache(
         clock=clock,
         rng=rng,
     )
+
+    def begin_text(model: ResidentModel) -> None:
+        """Read a model's text files beside its weights: a first request then waits for none."""
+        folder = Path(memory.engines.sources[model.model_id]).expanduser()
+        is_coming = model.role is ModelRole.VERIFIER and model.state is ModelState.LOADING
+        if is_coming and folder.is_dir():
+            precache.texts.renew(str(folder))
+
     async with precache:
+        memory.engines.follow(begin_text)
         memory.engines.follow(precache.engine_changed)
         stop_listening = arbiter.on_event(precache.happened)
         pages.tell_recalled(precache.recalled)

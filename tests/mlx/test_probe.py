@@ -29,6 +29,7 @@ from tests.mlx.random_models import write_model
 
 QUIET = [Timing(0.1, 0.1), Timing(0.102, 0.102), Timing(0.101, 0.101)]
 FOUND = Findings(
+    are_blocks_tried=True,
     sharing=Sharing(in_slabs=True, prefix_from=512),
     speeds=Speeds(forwards_s={1: 0.07, 16: 0.15}, pieces_s={64: 0.25}, context_s=1e-6),
 )

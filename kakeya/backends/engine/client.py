@@ -76,7 +76,7 @@ def _options(keepalive: Keepalive) -> tuple[Option, ...]:
     quick: tuple[Option, ...] = (
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 50),
-        ("grpc.max_reconnect_backoff_ms", 250),
+        ("grpc.max_reconnect_backoff_ms", 100),
         ("grpc.use_local_subchannel_pool", 1),
     )
     return kept + quick + message_options(ENGINE_MESSAGE_BYTES)

@@ -351,7 +351,8 @@ class EngineLife:
             _log,
             "model is loading",
             model=self.model_id,
-            at=self.progress.describe() if self.progress else LoadPhase.START.value,
+            phase=(self.progress.phase if self.progress else LoadPhase.START).value,
+            share=f"{self.progress.share or 0:.0%}" if self.progress else "0%",
             seconds=now - self.began_mono,
         )
 

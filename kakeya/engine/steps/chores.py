@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from kakeya.core.log import event
 
 _log = logging.getLogger(__name__)
+LEAST_IDLE_S = 0.3
+"""A request that waited for the load comes before the first slice."""
 
 
 class Chores:
@@ -40,7 +42,7 @@ class Chores:
         """Seconds of idleness until the next slice; None = there is none."""
         if self._idle_s == math.inf:
             return None
-        return max(0.0, self._busy_s + self._idle_s - now_s)
+        return max(0.0, self._busy_s + max(self._idle_s, LEAST_IDLE_S) - now_s)
 
     def work(self) -> None:
         """Do a slice. A failure ends the chores: the engine serves without their findings."""

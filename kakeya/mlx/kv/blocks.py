@@ -232,8 +232,10 @@ def block_tokens_of(context_tokens: int) -> int:
 
 
 @tells_lost_device
-def plan_blocks(model: LoadedModel) -> KvBlocks:
+def plan_blocks(model: LoadedModel, *, is_tried: bool = False) -> KvBlocks:
     """Inspect the content of a model's caches, and try on a short text that importing it works.
+
+    `is_tried`: an earlier load of the same weights by the same versions has tried it.
 
     Raises InvalidArgument with the reason why this model has no blocks.
     """
@@ -245,8 +247,10 @@ def plan_blocks(model: LoadedModel) -> KvBlocks:
     for index, layer in enumerate(kv_layers.layers_of(own)):
         if not kv_layers.is_known(layer):
             raise InvalidArgument(f"layer {index} has a {type(layer).__name__}")
-    _forward(model, own, 0, before)
+    _forward(model, own, 0, 1 if is_tried else before)
     blocks = KvBlocks(size, own)
+    if is_tried:
+        return blocks
     length = before * blocks.row_bytes + blocks.state_bytes
     block = KvView(memoryview(bytearray(length)), before, has_state=blocks.state_bytes > 0)
     is_whole = blocks.write(own, 0, before, block, with_state=block.has_state)

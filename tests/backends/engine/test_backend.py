@@ -513,7 +513,9 @@ async def test_a_child_says_how_far_its_load_is(caplog):
             await until(lambda: model.waits_for() == "loading toy, 41 %")
             assert "loading, 41 %" in model.unavailable().message
     lines = [record for record in caplog.records if record.getMessage() == "model is loading"]
-    assert [vars(line)["kakeya_fields"]["at"] for line in lines] == [LoadPhase.FIND.value, "41 %"]
+    told = [vars(line)["kakeya_fields"] for line in lines]
+    assert [fields["phase"] for fields in told] == [LoadPhase.FIND.value, LoadPhase.READ.value]
+    assert told[1]["share"] == "41%"
     assert model.waits_for() == ""
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kakeya.engine.steps.chores import Chores
+from kakeya.engine.steps.chores import LEAST_IDLE_S, Chores
 from tests.engine.virtual_rig import HashModel, VirtualRig
 
 IDLE_S = 1.0
@@ -24,6 +24,11 @@ class TestChores:
         assert chores.wait_s(now_s + 2 * IDLE_S) == 0
         chores.busy(now_s + 2 * IDLE_S)
         assert chores.wait_s(now_s + 2 * IDLE_S) == IDLE_S
+
+    def test_a_request_that_waited_for_the_load_comes_before_the_first_check(self) -> None:
+        chores = Chores(iter([0.0]), lambda: 10.0)
+        assert chores.is_urgent
+        assert chores.wait_s(10.0) == pytest.approx(LEAST_IDLE_S)
 
     def test_without_chores_the_engine_waits_for_requests_alone(self) -> None:
         assert Chores(iter(()), lambda: 0.0).wait_s(math.inf) is None
