@@ -31,7 +31,7 @@ from benchmarks.models import random_adapter, sized_model
 from benchmarks.nodes import request, wait_ready
 from benchmarks.report import emit, median, percentile
 from kakeya.backends.engine.restart import RestartPolicy
-from kakeya.backends.sizes import MIN_KV_TOKENS, lease_size
+from kakeya.backends.sizes import FIRST_KV_TOKENS, lease_size
 from kakeya.cli.child import NodeProcess
 from kakeya.core.units import MIB
 from kakeya.memory.estimate.estimate import estimate_model
@@ -73,7 +73,7 @@ def is_cut_off(body: bytes) -> bool:
 def budget_for_two(folders: list[Path]) -> int:
     """What the two largest are lent together."""
     lent = sorted(
-        lease_size(estimate_model(folder, kv_tokens=MIN_KV_TOKENS, widens=True), 1 << 40).bytes
+        lease_size(estimate_model(folder, kv_tokens=FIRST_KV_TOKENS, widens=True), 1 << 40).bytes
         for folder in folders
     )
     budget = lent[-1] + lent[-2] + SLACK_BYTES

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kakeya.core.errors import KakeyaError, MemoryRefused, NotFound, PeerUnavailable
+from kakeya.core.errors import KakeyaError, KvRefused, MemoryRefused, NotFound, PeerUnavailable
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.frames import Done
 from kakeya.prefix.request.exchange import Superseded
@@ -89,6 +89,8 @@ def ending_of(
     match failure:
         case Superseded():
             return failure
+        case KvRefused():
+            raise failure
         case MemoryRefused():
             job.interrupt("engine")
             return MakeWay(refusal=failure, most=most)

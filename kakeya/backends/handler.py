@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.kv_lender import most_kv_bytes
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.engines import Engines
 from kakeya.backends.sizes import LeaseSize, Lent
@@ -23,6 +24,7 @@ from kakeya.generation.frames import Frame
 from kakeya.generation.request import DecodeRequest
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Loaded
+from kakeya.memory.arbiter.resident import ResidentKey
 from kakeya.memory.estimate.history import WORKING_SET, SizeHistory
 
 _log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class EngineHandler:
             await backend.start()
             await backend.ready(self._start_timeout_s)
             lent = await self._lend(model_key, backend, model.capability)
-            await self._bound(model_key, backend, lent)
+            await self._bound(ResidentKey(model.capability, model_key), backend, lent)
             facts = await backend.ready(self._start_timeout_s)
         except BaseException as problem:
             model.closed()
@@ -106,10 +108,11 @@ class EngineHandler:
         self._arbiter.measure(kind, model_id, lent.bytes, unfilled_bytes=lent.bytes)
         return lent
 
-    async def _bound(self, model_id: str, backend: EngineBackend, lent: Lent) -> None:
+    async def _bound(self, key: ResidentKey, backend: EngineBackend, lent: Lent) -> None:
         cache_bytes = min(CACHE_BYTES, lent.bytes // 4)
         try:
-            await backend.set_limits(lent.bytes, cache_bytes, lent.kv_bytes)
+            most = most_kv_bytes(self._arbiter.status(), key, lent.bytes, lent.kv_bytes)
+            await backend.set_limits(lent.bytes, cache_bytes, lent.kv_bytes, most)
         except PeerUnavailable:
             pass  # the child died just now; the next one is bounded before it serves
         except KakeyaError as problem:
@@ -118,7 +121,7 @@ class EngineHandler:
                 _log,
                 "engine not bounded",
                 level=logging.WARNING,
-                model=model_id,
+                model=key.model_key,
                 error=problem.message,
             )
 

@@ -3,8 +3,8 @@
     lease    the memory of the engine right after its load (estimated, later measured), and room for
              keys and values
 
-The room for keys and values holds `KV_TOKENS` tokens of sessions, fewer if the budget is small: an
-engine computes dropped KV again.
+The room for keys and values holds `FIRST_KV_TOKENS` tokens at first; the engine asks for more when
+sequences need it (`engine/kv_lender`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,8 @@ from kakeya.memory.machine.machine import LinuxMachine
 from kakeya.memory.machine.panics import Profile
 
 _log = logging.getLogger(__name__)
-KV_TOKENS = 32_768
-"""Tokens of all sessions of a model together; four contexts of a shipped model."""
-MIN_KV_TOKENS = 2_048
-"""The fewest tokens of KV with which a model is of use."""
-WINDOWS = 4
-"""Sequences with room for their sliding windows beside the tokens."""
+FIRST_KV_TOKENS = 2_048
+"""The fewest tokens of KV with which a model is of use: each load has room for them."""
 UNKNOWN_KV_BYTES = 256 * MIB
 """The assumed size of a model of which only the name is known."""
 
@@ -51,7 +47,7 @@ class Lent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseSize:
-    """The size of a model's lease in bytes. The estimate is for one sequence of MIN_KV_TOKENS."""
+    """The size of a model's lease in bytes. The estimate is for one sequence of FIRST_KV_TOKENS."""
 
     estimate: Estimate
     kv_bytes: int
@@ -120,15 +116,14 @@ def _usual_limit(total_bytes: int) -> int:
     return total_bytes * 3 // 4 if total_bytes > 36 * GIB else total_bytes * 2 // 3
 
 
-def lease_size(estimate: Estimate, budget: int, pages_bytes: int = 0) -> LeaseSize:
-    """Size the lease of a model within a budget, of which sessions leave some bytes to pages.
+def lease_size(estimate: Estimate, budget: int) -> LeaseSize:
+    """Size the lease of a model within a budget.
 
-    The estimate is for one sequence of MIN_KV_TOKENS.
+    The estimate is for one sequence of FIRST_KV_TOKENS.
     """
-    per_token, least = estimate.kv_bytes_per_token, estimate.kv_bytes
-    windows = least - MIN_KV_TOKENS * per_token
-    wanted = KV_TOKENS * per_token + WINDOWS * windows if per_token else UNKNOWN_KV_BYTES
-    return LeaseSize(estimate, min(wanted, max(least, budget - pages_bytes - estimate.base_bytes)))
+    least = estimate.kv_bytes
+    wanted = least if estimate.kv_bytes_per_token else UNKNOWN_KV_BYTES
+    return LeaseSize(estimate, min(wanted, max(least, budget - estimate.base_bytes)))
 
 
 def check_named(setting: str, named: Iterable[str], models: Collection[str]) -> None:
@@ -163,11 +158,9 @@ def lease_sizes(
     history: SizeHistory,
     hub: Path | None,
     stated_bytes: Mapping[str, int] = MappingProxyType({}),
-    pages_bytes: int = 0,
     platform: str = sys.platform,
 ) -> dict[str, LeaseSize]:
     """Size the lease of each model; `sources` maps an id to the resolved source and the capability.
-    `pages_bytes` are left for pages beside the sessions of a model.
 
     Blocks. Raises ConfigError for a model that alone exceeds the budget, and for the stated size of
     an unknown model. A model of which only the name is known is not checked.
@@ -178,7 +171,7 @@ def lease_sizes(
         estimate = estimate_source(
             source,
             hub=hub,
-            kv_tokens=MIN_KV_TOKENS,
+            kv_tokens=FIRST_KV_TOKENS,
             widens=platform != "darwin",
             history=history,
             kind=kind,
@@ -187,7 +180,7 @@ def lease_sizes(
             estimate = stated(estimate, stated_bytes[model_id])
         elif estimate.problem:
             event(_log, "size is a guess", level=logging.WARNING, problem=estimate.problem)
-        size = sizes[model_id] = lease_size(estimate, budget, pages_bytes)
+        size = sizes[model_id] = lease_size(estimate, budget)
         if size.bytes > budget and estimate.source != "name":
             raise ConfigError(
                 f"model {model_id} needs {format_bytes(size.bytes)} with little room for sessions "

@@ -13,6 +13,7 @@
         OutOfPages         no such range of pages is free, and none may be taken
         MemoryRefused      no room in memory for a model or a lease
           DrainTimeout     a resident that would have to leave is still in use
+          KvRefused        no memory for the keys and values of so long a sequence
         LeaseRefused       the lease desk gives no lease now, or none on these terms
       DeadlineExceeded     the caller's time is up
       Cancelled            the caller left
@@ -125,6 +126,13 @@ class DrainTimeout(MemoryRefused):
     """A resident that would have to leave memory is still in use."""
 
     code = "drain_timeout"
+
+
+class KvRefused(MemoryRefused):
+    """No memory for the keys and values of so long a sequence: now, or with `retry_after_s` None
+    ever."""
+
+    code = "kv_refused"
 
 
 class LeaseRefused(Refused):

@@ -59,6 +59,8 @@ class EngineLimits:
         self.drop_parked: Callable[[int], int] = lambda size: 0
         """Takes KV of parked generations until so many bytes are gone or none is left; returns the
         bytes that went at once."""
+        self.wants_answered: Callable[[], None] = lambda: None
+        """Notes that bounds were set in answer to `KvWant`."""
         self._resident = resident
         self._trim = trim
         self._limit_bytes = 0

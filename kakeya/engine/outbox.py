@@ -1,6 +1,6 @@
 """Frames of one generation on their way from the model thread to the wire.
 
-The first frame leaves at once, and so do the first tokens, the end, and requests for pages; frames
+The first frame leaves at once, and so do the first tokens, the end, and requests for memory; frames
 between leave at most every FRAME_S: a fast model commits several tokens in that time, and one
 message for all of them leaves the processor to the model. A slow model, with longer steps, is never
 held up. `KvImported` and `HistoryLogits` travel with the next frame, so that the first token does
@@ -23,6 +23,7 @@ from kakeya.generation.frames import (
     HistoryLogits,
     KvImported,
     KvPark,
+    KvWant,
     Progress,
     Tokens,
 )
@@ -47,7 +48,7 @@ class Outbox:
     def put(self, frame: EngineFrame) -> None:
         """Add a frame; called on the model thread."""
         self._frames.append(frame)
-        if isinstance(frame, Done | KvPark):
+        if isinstance(frame, Done | KvPark | KvWant):
             self._loop.call_soon_threadsafe(self._hurry)
         elif isinstance(frame, Tokens) and not self._has_sent_tokens:
             self._has_sent_tokens = True

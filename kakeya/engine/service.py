@@ -61,11 +61,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.DescribeResponse:
         """The model's facts, and whether its thread still moves."""
         facts = self._model.facts
-        told = replace(
-            facts,
-            context_tokens=self._limits.room.context_tokens,
-            kv_fixed_bytes=facts.fixed_bytes(facts.context_tokens),
-        )
+        told = replace(facts, longest_tokens=self._limits.room.longest_tokens)
         response = facts_to_wire(told)
         response.model_thread_silent_seconds = self._scheduler.silent_s()
         return response
@@ -145,8 +141,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     async def SetLimits(self, request: pb.SetLimitsRequest, context: _Context) -> pb.Footprint:
         """Bound memory, spare buffers and KV; 0 = unchanged."""
-        asked = (request.memory_bytes, request.cache_bytes, request.kv_bytes)
-        return await self._footprint(context, lambda: self._limits.set(*asked))
+        return await self._footprint(context, lambda: self._set_limits(request))
 
     async def Shrink(self, request: pb.ShrinkRequest, context: _Context) -> pb.Footprint:
         """Give memory back, between two steps; KV that can lie in pages goes once pages came."""
@@ -201,6 +196,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         except KakeyaError as failure:
             await abort(context, failure)
             raise
+
+    def _set_limits(self, request: pb.SetLimitsRequest) -> Footprint:
+        limits = self._limits
+        limits.room.most_bytes = request.kv_most_bytes or limits.room.most_bytes
+        try:
+            return limits.set(request.memory_bytes, request.cache_bytes, request.kv_bytes)
+        finally:
+            if request.answers_want:
+                limits.room.free_bytes = request.kv_free_bytes
+                limits.wants_answered()
 
     def _stats(self) -> EngineStats:
         load, memory = self._scheduler.load(), self._model.memory()

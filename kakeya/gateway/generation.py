@@ -389,7 +389,13 @@ def _frame_s(params: GenerationParams) -> float:
 
 
 def _room(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> int:
-    """How many tokens may be generated: as many as asked, and at most the rest of the context."""
+    """How many tokens may be generated: as many as asked, and at most the rest of the context.
+
+    If none are asked for, as many as memory can ever hold.
+    """
     check_prompt(prompt_tokens, facts)
     room = facts.context_tokens - prompt_tokens
-    return room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.max_tokens is not None:
+        return min(params.max_tokens, room)
+    longest = facts.longest_tokens or facts.context_tokens
+    return max(1, min(room, longest - prompt_tokens))

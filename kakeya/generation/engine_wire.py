@@ -24,6 +24,7 @@ from kakeya.generation.frames import (
     KvExported,
     KvImported,
     KvPark,
+    KvWant,
     Progress,
     SourceUsage,
     StopReason,
@@ -130,7 +131,12 @@ _KV_PAGES = _Pair(KvPages, pb.KvBlock, forms={"pages": (_PAGE_REF.to_wire, _PAGE
 _OFFER = _Pair(
     KvOffer,
     pb.DecodeRequest,
-    renamed={"blocks": "kv_blocks", "exports": "kv_exports", "logits": "logits_le_f32"},
+    renamed={
+        "blocks": "kv_blocks",
+        "exports": "kv_exports",
+        "logits": "logits_le_f32",
+        "free_bytes": "kv_free_bytes",
+    },
     forms={"blocks": _each(_KV_PAGES), "exports": _each(_KV_PAGES)},
 )
 _SAMPLING = _Pair(Sampling, pb.DecodeRequest, forms={"top_p": _or(1.0)})
@@ -172,6 +178,7 @@ _USAGE = _Pair(
     forms={"sources": _each(_Pair(SourceUsage, pb.SourceStats))},
 )
 _PROGRESS = _Pair(Progress, pb.PrefillProgress)
+_WANT = _Pair(KvWant, pb.KvWant)
 _REASONS = {
     StopReason.MAX_TOKENS: pb.DecodeDone.REASON_MAX_TOKENS,
     StopReason.STOP_TOKEN: pb.DecodeDone.REASON_STOP_TOKEN,
@@ -264,6 +271,8 @@ def _frame_to_wire(frame: EngineFrame) -> pb.DecodeResponse:
             return pb.DecodeResponse(exported=pb.KvExported(index=frame.index, tokens=frame.tokens))
         case KvPark():
             return pb.DecodeResponse(park=pb.KvPark(lengths=frame.lengths, number=frame.number))
+        case KvWant():
+            return pb.DecodeResponse(want=_WANT.to_wire(frame))
         case HistoryLogits():
             return pb.DecodeResponse(logits=pb.HistoryLogits(le_f32=frame.logits))
         case Done():
@@ -284,6 +293,8 @@ def _frame_from_wire(response: pb.DecodeResponse) -> EngineFrame | None:
             return KvExported(index=response.exported.index, tokens=response.exported.tokens)
         case "park":
             return KvPark(lengths=tuple(response.park.lengths), number=response.park.number)
+        case "want":
+            return _WANT.from_wire(response.want)
         case "logits":
             return HistoryLogits(logits=response.logits.le_f32)
         case "done":

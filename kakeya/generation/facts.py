@@ -19,7 +19,8 @@ class ModelFacts:
     dtype: str = ""
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
-    kv_fixed_bytes: int = 0
+    longest_tokens: int = 0
+    """The longest sequence for which there can ever be memory; at most `context_tokens`."""
     mlx_version: str = ""
     tokens_per_second: float = 0.0
     prefill_tokens_per_second: float = 0.0

@@ -107,6 +107,18 @@ class KvPark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvWant:
+    """The engine asks for a larger KV bound.
+
+    Without `needed_bytes` a generation cannot begin or go on; `wished_bytes`, at least as many,
+    also spare kept KV and further questions.
+    """
+
+    needed_bytes: int
+    wished_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryLogits:
     """The logits behind the history, the same each time: float32, little-endian. Shape: [V]."""
 
@@ -114,4 +126,4 @@ class HistoryLogits:
 
 
 Frame = Progress | Tokens | Done
-EngineFrame = Frame | KvImported | KvExported | KvPark | HistoryLogits
+EngineFrame = Frame | KvImported | KvExported | KvPark | KvWant | HistoryLogits

@@ -45,13 +45,15 @@ class KvOffer:
     """Blocks that one engine process begins from, and the pages that it may fill.
 
     `logits` are the logits behind the history, float32, little-endian, b"" = not known;
-    `wants_logits`: the engine shall tell the exchange of them.
+    `wants_logits`: the engine shall tell the exchange of them. `free_bytes`: the engine's KV bound
+    can be raised by so much now, without models leaving for it.
     """
 
     blocks: tuple[KvPages, ...] = ()
     exports: tuple[KvPages, ...] = ()
     logits: bytes = b""
     wants_logits: bool = False
+    free_bytes: int = 0
 
 
 NO_KV = KvOffer()

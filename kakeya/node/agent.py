@@ -51,7 +51,7 @@ from kakeya.node.directory import VerifierDirectory, failed_addresses
 from kakeya.node.fleet import Chances, NodeFleet
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.overview import Overview
-from kakeya.node.pages import NodePages, least_bytes
+from kakeya.node.pages import NodePages
 from kakeya.node.reach import OwnAddresses
 from kakeya.node.services import Services
 from kakeya.node.startup import become_member, begin, tell_command_line, to_remember
@@ -101,7 +101,6 @@ class Agent:
             clock=self._clock,
             rng=self._rng,
             on_change=self._changed.set,
-            pages_bytes=least_bytes(config.adapters, config.precache),
         )
         self._engines = self._memory.engines
         self._awake = StayAwake(config.chosen.awake, clock=self._clock)

@@ -105,16 +105,13 @@ class NodeMemory:
         rng: random.Random,
         on_change: Callable[[], None],
         reports: Sequence[Path] | None = None,
-        pages_bytes: int = 0,
     ) -> None:
         """`reports` are the folders of the system's panic reports, None = the usual ones.
-        `pages_bytes` of the budget are left to pages when a model's sessions are sized.
 
         Raises ConfigError for a model that cannot be found, and for a budget of 0 bytes.
         """
         self._config = config
         self._data_dir = data_dir
-        self._pages_bytes = pages_bytes
         self._clock = clock
         self._rng = rng
         self._on_change = on_change
@@ -263,7 +260,6 @@ class NodeMemory:
             history=self._history,
             hub=hub_folder(os.environ, Path.home()),
             stated_bytes=dict(self._config.stated_bytes),
-            pages_bytes=self._pages_bytes,
             platform=sys.platform,
         )
 

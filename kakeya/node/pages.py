@@ -23,7 +23,6 @@ from kakeya.memory.estimate.estimate import estimate_source
 from kakeya.memory.estimate.size_file import hub_folder
 from kakeya.memory.pages import node_arena as pages
 from kakeya.memory.pages.node_arena import NodeArena, page_config
-from kakeya.memory.pages.slabs import header_bytes
 from kakeya.node.adapters import NodeAdapters
 from kakeya.node.memory import NodeMemory
 from kakeya.prefix.config import PrecacheConfig
@@ -36,16 +35,6 @@ BLOCK_TOKENS = 256
 """The most tokens of a block of KV."""
 _BLOCKS_A_SLAB = 2
 """Two, so that a block fits even if it is somewhat larger than its estimate."""
-
-
-def least_bytes(adapters: AdapterConfig, precache: PrecacheConfig) -> int:
-    """Return the bytes that pages need beside a model: one slab; 0 = no pages are used."""
-    if not (adapters.slots or precache.memory_bytes):
-        return 0
-    slab = page_config(
-        adapters.slab_bytes, adapters.warm_bytes, page_bytes=adapters.page_bytes, fit=adapters.fit
-    )
-    return header_bytes(slab.slab_pages) + slab.slab_pages * slab.page_bytes
 
 
 class NodePages:

@@ -194,6 +194,7 @@ def _model(spec: ModelSpec, backend: ResidentModel | None, mono: float) -> Json:
 def _facts(facts: ModelFacts) -> Json:
     return {
         "context_tokens": facts.context_tokens,
+        "longest_tokens": facts.longest_tokens,
         "vocab_size": facts.vocab_size,
         "quantization": facts.quantization,
         "weight_bytes": facts.weight_bytes,

@@ -69,16 +69,14 @@ class DescribeResponse(_message.Message):
     KV_EXACTNESS_FIELD_NUMBER: _builtins.int
     WEIGHTS_STATE_FIELD_NUMBER: _builtins.int
     PREFILL_GRID_FIELD_NUMBER: _builtins.int
-    KV_FIXED_BYTES_FIELD_NUMBER: _builtins.int
     WORKING_SET_BYTES_FIELD_NUMBER: _builtins.int
+    LONGEST_TOKENS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_path: _builtins.str
     """The local folder that the weights and the tokenizer were read from."""
     vocab_size: _builtins.int
     context_tokens: _builtins.int
-    """Positions that the model was made for, or fewer where the KV bound holds no more; prompts and
-    outputs together stay below it.
-    """
+    """Positions that the model was made for; prompts and outputs together stay below it."""
     quantization: _builtins.str
     dtype: _builtins.str
     weight_bytes: _builtins.int
@@ -121,10 +119,12 @@ class DescribeResponse(_message.Message):
     """The state of the files that the weights were read from: kakeya/prefix/names/weights.py; "" = they
     changed meanwhile.
     """
-    kv_fixed_bytes: _builtins.int
-    """What a long sequence holds beside kv_bytes_per_token: sliding windows and recurrent state."""
     working_set_bytes: _builtins.int
     """What the GPU's driver lets one process keep; 0 = no GPU computes."""
+    longest_tokens: _builtins.int
+    """The longest sequence for which the KV bound may ever be raised far enough; at most
+    context_tokens.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -165,12 +165,12 @@ class DescribeResponse(_message.Message):
         kv_exactness: _builtins.str = ...,
         weights_state: _builtins.str = ...,
         prefill_grid: _abc.Iterable[Global___GridPiece] | None = ...,
-        kv_fixed_bytes: _builtins.int = ...,
         working_set_bytes: _builtins.int = ...,
+        longest_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_fixed_bytes", b"kv_fixed_bytes", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state", "working_set_bytes", b"working_set_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "longest_tokens", b"longest_tokens", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state", "working_set_bytes", b"working_set_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -274,6 +274,7 @@ class DecodeRequest(_message.Message):
     AFTER_LOAD_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
+    KV_FREE_BYTES_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -312,6 +313,8 @@ class DecodeRequest(_message.Message):
     """For which user of the client; "" = it does not say."""
     min_p: _builtins.float
     """Tokens less likely than this part of the most likely one are dropped; 0 = none."""
+    kv_free_bytes: _builtins.int
+    """By so much the KV bound would be raised if it was asked for now, without models leaving for it."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -361,10 +364,11 @@ class DecodeRequest(_message.Message):
         after_load: _builtins.int = ...,
         user: _builtins.str = ...,
         min_p: _builtins.float = ...,
+        kv_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "min_p", b"min_p", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "user", b"user", "wants_logits", b"wants_logits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_free_bytes", b"kv_free_bytes", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "min_p", b"min_p", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "user", b"user", "wants_logits", b"wants_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,6 +424,7 @@ class DecodeResponse(_message.Message):
     EXPORTED_FIELD_NUMBER: _builtins.int
     PARK_FIELD_NUMBER: _builtins.int
     LOGITS_FIELD_NUMBER: _builtins.int
+    WANT_FIELD_NUMBER: _builtins.int
     FOLLOWING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
@@ -444,6 +449,8 @@ class DecodeResponse(_message.Message):
         """
 
     @_builtins.property
+    def want(self) -> Global___KvWant: ...
+    @_builtins.property
     def following(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeResponse]:
         """Frames right behind this one, in order, that were there when it left; they have none of their own."""
 
@@ -457,13 +464,14 @@ class DecodeResponse(_message.Message):
         exported: Global___KvExported | None = ...,
         park: Global___KvPark | None = ...,
         logits: Global___HistoryLogits | None = ...,
+        want: Global___KvWant | None = ...,
         following: _abc.Iterable[Global___DecodeResponse] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "progress", b"progress", "tokens", b"tokens", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "following", b"following", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "following", b"following", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "progress", b"progress", "tokens", b"tokens", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported", "park", "logits"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported", "park", "logits", "want"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -518,6 +526,34 @@ class KvPark(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvPark: _TypeAlias = KvPark  # noqa: Y015
+
+@_typing.final
+class KvWant(_message.Message):
+    """The KV bound is too small for what runs and is to run: SetLimits with a larger one is wanted, or
+    with the same, where there is no memory now.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEEDED_BYTES_FIELD_NUMBER: _builtins.int
+    WISHED_BYTES_FIELD_NUMBER: _builtins.int
+    needed_bytes: _builtins.int
+    """Bytes without which a generation cannot begin or go on; 0 = it can."""
+    wished_bytes: _builtins.int
+    """Bytes that spare kept KV from being dropped, and further questions; at least the needed ones."""
+    def __init__(
+        self,
+        *,
+        needed_bytes: _builtins.int = ...,
+        wished_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["needed_bytes", b"needed_bytes", "wished_bytes", b"wished_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvWant: _TypeAlias = KvWant  # noqa: Y015
 
 @_typing.final
 class LendPagesRequest(_message.Message):
@@ -1015,20 +1051,31 @@ class SetLimitsRequest(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     CACHE_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
+    KV_MOST_BYTES_FIELD_NUMBER: _builtins.int
+    ANSWERS_WANT_FIELD_NUMBER: _builtins.int
+    KV_FREE_BYTES_FIELD_NUMBER: _builtins.int
     memory_bytes: _builtins.int
     """0 = unchanged."""
     cache_bytes: _builtins.int
     kv_bytes: _builtins.int
+    kv_most_bytes: _builtins.int
+    """The bound that KV may ever have."""
+    answers_want: _builtins.bool
+    """These bounds answer a want; they could be raised by kv_free_bytes now."""
+    kv_free_bytes: _builtins.int
     def __init__(
         self,
         *,
         memory_bytes: _builtins.int = ...,
         cache_bytes: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
+        kv_most_bytes: _builtins.int = ...,
+        answers_want: _builtins.bool = ...,
+        kv_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "kv_bytes", b"kv_bytes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_want", b"answers_want", "cache_bytes", b"cache_bytes", "kv_bytes", b"kv_bytes", "kv_free_bytes", b"kv_free_bytes", "kv_most_bytes", b"kv_most_bytes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

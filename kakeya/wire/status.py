@@ -53,6 +53,7 @@ _FINER: tuple[type[errors.KakeyaError], ...] = (
     errors.CapacityExhausted,
     errors.MemoryRefused,
     errors.DrainTimeout,
+    errors.KvRefused,
     errors.LeaseRefused,
 )
 _NAMED = {kind.code: kind for kind in (*STATUS_BY_ERROR.keys(), *_FINER)}

@@ -22,6 +22,7 @@ def text_bytes() -> int:
         4 * GIB,
         history=SizeHistory(),
         hub=None,
+        stated_bytes={VERIFIER: 250 * MIB},
         platform=sys.platform,
     )
     return known[VERIFIER].bytes

@@ -13,8 +13,9 @@ from kakeya.backends.endings import (
     MakeWay,
     Retry,
     after,
+    ending_of,
 )
-from kakeya.core.errors import MemoryRefused, NotFound, PeerUnavailable
+from kakeya.core.errors import KvRefused, MemoryRefused, NotFound, PeerUnavailable
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.frames import Done, StopReason, Tokens
 from kakeya.generation.request import DecodeRequest
@@ -80,6 +81,12 @@ def test_dead_engines_and_unknown_adapters_are_counted_apart() -> None:
     """A death leaves slots empty, so each is followed by one that does not know the adapter."""
     assert after(LOST, job(engines=2, adapters=2)) == Retry()
     assert after(UNKNOWN, job(engines=2, adapters=2)) == Retry(gives_back=True)
+
+
+def test_a_refusal_before_work_is_the_callers_and_no_ending() -> None:
+    refusal = KvRefused("no memory for so many tokens", retry_after_s=10.0)
+    with pytest.raises(KvRefused):
+        ending_of(refusal, job(), model_id="m", adapter="", most=3, retry_after_s=None)
 
 
 def test_a_refusal_without_a_time_is_final() -> None:

@@ -408,16 +408,16 @@ def test_slots_of_adapters_lower_the_kv_bound_so_that_a_promised_context_can_be_
         kv = 24 * BLOCK_BYTES
         bound = now.resident_bytes + kv
         scheduler.call(lambda: limits.set(bound, 0, kv)).result(WAIT_S)
-        assert limits.room.context_tokens == 24 * 256
+        assert limits.room.longest_tokens == 24 * 256
         scheduler.call(lambda: take(adapters, "a", packed)).result(WAIT_S)
         assert model.adapters is not None
         slots = model.adapters.nbytes
         assert slots > 2 * BLOCK_BYTES
-        left = limits.room.context_tokens
+        left = limits.room.longest_tokens
         assert left <= (kv - slots) // BLOCK_BYTES * 256 + 256
         # What the owner then lends for the slots is KV again.
         scheduler.call(lambda: limits.set(bound + slots, 0, 0)).result(WAIT_S)
-        assert limits.room.context_tokens >= left + (slots // BLOCK_BYTES - 1) * 256
+        assert limits.room.longest_tokens >= left + (slots // BLOCK_BYTES - 1) * 256
     finally:
         scheduler.stop()
         thread.join(WAIT_S)
@@ -438,7 +438,7 @@ def test_slots_are_refused_while_what_runs_or_the_least_kv_needs_their_room(
         with pytest.raises(MemoryRefused) as refused:
             take(adapters, "a", packed)
         assert refused.value.retry_after_s is not None
-        assert limits.room.context_tokens == 8 * 256
+        assert limits.room.longest_tokens == 8 * 256
         assert model.adapters is not None
         assert model.adapters.nbytes == 0
     finally:

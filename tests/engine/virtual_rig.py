@@ -21,7 +21,7 @@ from kakeya.engine.model import KvView, MemoryUse
 from kakeya.engine.steps.drafting import RemoteBooks
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools, Violations
-from kakeya.generation.frames import Done, EngineFrame, KvPark, Progress, Tokens
+from kakeya.generation.frames import Done, EngineFrame, KvPark, KvWant, Progress, Tokens
 from kakeya.generation.kv import LOGIT_BYTES
 from kakeya.generation.request import DecodeJob
 from tests.engine.child_engine import ToyModel, ToyState
@@ -179,6 +179,7 @@ class VirtualRig:
         self.scheduler = Scheduler(self.model, tools, max_running=places, limits=limits)
         self.scheduler._parking.wait = self._skip  # type: ignore[method-assign]
         self.parks: Callable[[Told, KvPark], None] = lambda told, frame: None
+        self.wants: Callable[[KvWant], None] = lambda frame: None
         self._open: list[Told] = []
         self._is_running = False
         self._due: list[tuple[float, Callable[[], None]]] = []
@@ -226,7 +227,7 @@ class VirtualRig:
     def _skip(self) -> None:
         """Nobody computes: what is due next comes at once; else time passes all the same, for those
         that wait for pages only so long."""
-        if self.scheduler._queue.waiting:
+        if self.scheduler._queue.waiting or self.scheduler._queue.growth.is_asking:
             next_s = min((at_s for at_s, _ in self._due), default=self.now_s + _IDLE_S)
             self.now_s = max(self.now_s, next_s)
             self._act()
@@ -246,6 +247,8 @@ class VirtualRig:
                 told.prefill_at_s.append(self.now_s)
             elif isinstance(frame, KvPark):
                 self.parks(told, frame)
+            elif isinstance(frame, KvWant):
+                self.wants(frame)
             elif isinstance(frame, Done):
                 told.done = frame
                 self._close(told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from kakeya.backends.engine.backend import EngineBackend, EngineOptions
 from kakeya.backends.engine.life import Engine
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.backends.engines import engine_command
-from kakeya.backends.sizes import KV_TOKENS
+from kakeya.backends.sizes import FIRST_KV_TOKENS
 from kakeya.cli.child import NodeProcess
 from kakeya.config import config
 from kakeya.core import errors
@@ -163,10 +164,12 @@ async def test_a_level_that_is_none_is_refused_with_those_that_are(tmp_path: Pat
 
 @asynccontextmanager
 async def two_texts(folder: Path, budget_mb: int, *more: str) -> AsyncIterator[NodeProcess]:
-    """Two text models on a node, the first one in memory; idle ones make way at once."""
+    """Two text models on a node, each stated as 250 MB, the first one in memory; idle ones make way
+    at once."""
     other = await asyncio.to_thread(other_model, folder)
     settings = folder / "node.toml"
-    settings.write_text("[memory]\nstay_warm_s = 0\n")
+    sizes = json.dumps([f"{model}=250" for model in (VERIFIER, OTHER)])
+    settings.write_text(f"[memory]\nstay_warm_s = 0\nsizes_mb = {sizes}\n")
     flags = ("--model", VERIFIER, "--model", str(other), "--config", str(settings), *more)
     async with NodeProcess(folder, *flags, "--memory-budget", str(budget_mb)) as node:
         await ready(node, VERIFIER)
@@ -239,7 +242,7 @@ async def test_a_model_that_was_swapped_out_finds_its_prompts_when_it_comes_back
 async def test_who_leaves_gives_up_its_place_and_who_has_no_time_for_a_load_is_told_at_once(
     tmp_path: Path,
 ) -> None:
-    async with two_texts(tmp_path, 400) as node:
+    async with two_texts(tmp_path, 500) as node:
         stream = {"stream": True, "max_tokens": 6000}
         held = asyncio.create_task(ask(node, VERIFIER, **stream))
         await eventually("it is in use", lambda: memory_of(node)["residents"][0]["leases"] == 1)
@@ -577,7 +580,7 @@ async def test_what_a_load_took_is_remembered_for_the_next_start(tmp_path: Path)
         assert again is not None
     folder = EMBEDDED_FOLDER / DRAFTER
     fresh = await asyncio.to_thread(estimate_model, folder, kv_tokens=0, widens=True)
-    assert again.estimate_bytes == used + fresh.work_bytes + KV_TOKENS * 1024
+    assert again.estimate_bytes == used + fresh.work_bytes + FIRST_KV_TOKENS * 1024
 
 
 @pytest.mark.slow

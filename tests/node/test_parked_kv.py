@@ -13,6 +13,7 @@ from contextlib import aclosing
 import pytest
 import pytest_asyncio
 
+from kakeya.backends.engine.kv_lender import KvLender
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.generation.frames import Tokens
 from kakeya.generation.request import DecodeRequest, GenerationPriority
@@ -32,8 +33,11 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]
         backend = made.model.backend
         # Room for one of them.
         assert backend is not None
-        await backend.set_limits(kv_bytes=facts.kv_bytes_per_token * KV_BLOCK_TOKENS * 7)
-        yield made
+        bound = facts.kv_bytes_per_token * KV_BLOCK_TOKENS * 7
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(KvLender, "most_bytes", lambda _: bound)
+            await backend.set_limits(kv_bytes=bound, kv_most_bytes=bound)
+            yield made
 
 
 def parked(world: Node) -> int:

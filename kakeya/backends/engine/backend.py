@@ -139,26 +139,46 @@ class EngineBackend(EngineLife):
     # For the memory arbiter
 
     async def set_limits(
-        self, memory_bytes: int = 0, cache_bytes: int = 0, kv_bytes: int = 0
+        self,
+        memory_bytes: int = 0,
+        cache_bytes: int = 0,
+        kv_bytes: int = 0,
+        kv_most_bytes: int = 0,
     ) -> Footprint:
         """Bound the memory of the engine, now and after restarts; 0 = unchanged.
+
+        The bound of KV may later be raised to `kv_most_bytes`, for which the engine asks.
 
         Raises MemoryRefused if the model alone takes more and InvalidArgument for a KV bound in
         which no sequence fits (both change nothing), PeerUnavailable while the engine is not up
         (the next child gets the bounds).
         """
         wanted = EngineMemoryLimits(
-            memory_bytes=memory_bytes, cache_bytes=cache_bytes, kv_bytes=kv_bytes
+            memory_bytes=memory_bytes,
+            cache_bytes=cache_bytes,
+            kv_bytes=kv_bytes,
+            kv_most_bytes=kv_most_bytes,
         )
+        footprint = await self._set_limits(wanted)
+        self.facts = await self._serving_now().client.describe(self.options.call_timeout_s)
+        return footprint
+
+    async def answer_want(self, memory_bytes: int, kv_bytes: int, free_bytes: int) -> None:
+        """Bound memory and KV as `set_limits`, in answer to an engine that asked for more; so many
+        bytes could be lent beside these now."""
+        wanted = EngineMemoryLimits(memory_bytes=memory_bytes, kv_bytes=kv_bytes)
+        await self._set_limits(wanted, free_bytes)
+
+    async def _set_limits(
+        self, wanted: EngineMemoryLimits, free_bytes: int | None = None
+    ) -> Footprint:
         before, self.limits = self.limits, self.limits.merged(wanted)
-        engine = self._serving_now()
+        client = self._serving_now().client
         try:
-            footprint = await engine.client.set_limits(wanted, self.options.call_timeout_s)
+            return await client.set_limits(wanted, self.options.call_timeout_s, free_bytes)
         except (MemoryRefused, InvalidArgument):
             self.limits = before
             raise
-        self.facts = await engine.client.describe(self.options.call_timeout_s)
-        return footprint
 
     async def shrink(self, target_bytes: int) -> Footprint:
         """Ask the engine to free up to `target_bytes` unused bytes.

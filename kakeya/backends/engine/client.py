@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -33,6 +33,7 @@ from kakeya.generation.frames import (
     KvExported,
     KvImported,
     KvPark,
+    KvWant,
     Progress,
     Tokens,
 )
@@ -54,12 +55,13 @@ class EngineMemoryLimits:
     """The memory bounds of an engine, in bytes; 0 = unchanged.
 
     `memory_bytes` bounds the process, `cache_bytes` buffers that no array uses, `kv_bytes` the KV
-    of running and kept sequences together.
+    of running and kept sequences together, which may be raised to `kv_most_bytes`.
     """
 
     memory_bytes: int = 0
     cache_bytes: int = 0
     kv_bytes: int = 0
+    kv_most_bytes: int = 0
 
     def merged(self, newer: EngineMemoryLimits) -> EngineMemoryLimits:
         """Return `newer`, with these values where `newer` has 0."""
@@ -67,6 +69,7 @@ class EngineMemoryLimits:
             memory_bytes=newer.memory_bytes or self.memory_bytes,
             cache_bytes=newer.cache_bytes or self.cache_bytes,
             kv_bytes=newer.kv_bytes or self.kv_bytes,
+            kv_most_bytes=newer.kv_most_bytes or self.kv_most_bytes,
         )
 
 
@@ -86,9 +89,16 @@ class EngineClient:
     """Calls one engine. A new child gets a new socket and a new client."""
 
     def __init__(
-        self, name: str, address: str, keepalive: Keepalive, clock: Clock | None = None
+        self,
+        name: str,
+        address: str,
+        keepalive: Keepalive,
+        clock: Clock | None = None,
+        lend: Callable[[KvWant], Awaitable[None]] | None = None,
     ) -> None:
+        """`lend` answers the engine with new bounds where it asks for a larger KV bound."""
         self._name = name
+        self._lend_kv = lend
         self._channel = grpc.aio.insecure_channel(address, options=_options(keepalive))
         self._stub = EngineServiceStub(self._channel)
         self._park_ids = itertools.count(1)
@@ -115,7 +125,7 @@ class EngineClient:
         """
         park_id = next(self._park_ids) if request.kv is not None else 0
         after_load = self._loads.under_way(request.adapter_id)
-        parking: set[asyncio.Task[None]] = set()
+        lending: set[asyncio.Task[None]] = set()
         with self._told():  # the client may have been closed during the offer
             asked = job_to_wire(request, offer, park_id, after_load)
             call = self._stub.Decode(asked, timeout=timeout_s)
@@ -127,22 +137,27 @@ class EngineClient:
                             yield frame
                             if isinstance(frame, Done):
                                 return
-                        elif request.kv is None:
-                            continue
-                        elif isinstance(frame, KvPark):
-                            lending = self._lend(park_id, frame, request.kv)
-                            parking.add(task := asyncio.create_task(lending))
-                            task.add_done_callback(parking.discard)
-                        else:
+                        elif isinstance(frame, KvPark | KvWant):
+                            answer = self._lent(park_id, frame, request.kv)
+                            lending.add(task := asyncio.create_task(answer))
+                            task.add_done_callback(lending.discard)
+                        elif request.kv is not None:
                             _tell(request.kv, frame)
             raise PeerProtocol(f"{self._name}: the decode stream ended without a done frame")
         finally:
             call.cancel()
-            for task in parking:
+            for task in lending:
                 task.cancel()
 
-    async def _lend(self, park_id: int, asked: KvPark, kv: KvExchange) -> None:
-        """Answer a generation that asks for pages for its KV, or gives them back."""
+    async def _lent(self, park_id: int, asked: KvPark | KvWant, kv: KvExchange | None) -> None:
+        """Answer a generation that asks for memory, or gives pages back."""
+        if isinstance(asked, KvPark):
+            if kv is not None:
+                await self._lend_pages(park_id, asked, kv)
+        elif self._lend_kv is not None:
+            await self._lend_kv(asked)
+
+    async def _lend_pages(self, park_id: int, asked: KvPark, kv: KvExchange) -> None:
         pages = await kv.park(asked.lengths)
         if not asked.lengths:
             return
@@ -188,8 +203,11 @@ class EngineClient:
             reply = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         return stats_from_wire(reply)
 
-    async def set_limits(self, limits: EngineMemoryLimits, timeout_s: float) -> Footprint:
-        """Bound the memory of the engine; 0 = unchanged.
+    async def set_limits(
+        self, limits: EngineMemoryLimits, timeout_s: float, free_bytes: int | None = None
+    ) -> Footprint:
+        """Bound the memory of the engine; 0 = unchanged. With `free_bytes`, which could be lent
+        beside that now, it is the answer to a KvWant.
 
         Raises MemoryRefused if the model alone takes more, InvalidArgument for a KV bound in which
         no sequence fits.
@@ -198,6 +216,9 @@ class EngineClient:
             memory_bytes=limits.memory_bytes,
             cache_bytes=limits.cache_bytes,
             kv_bytes=limits.kv_bytes,
+            kv_most_bytes=limits.kv_most_bytes,
+            answers_want=free_bytes is not None,
+            kv_free_bytes=free_bytes or 0,
         )
         with self._told():
             return footprint_from_wire(await self._stub.SetLimits(request, timeout=timeout_s))

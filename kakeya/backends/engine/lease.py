@@ -1,7 +1,9 @@
-"""The lease of one engine, and the part of it that was given up for other models.
+"""The lease of one engine: its memory after the load, and the room for KV, which grows and shrinks.
 
-Only KV can be given up, and of the KV bound only the part above one whole context: the longest
-request that the engine takes stays possible.
+    grows     when the engine asks: sequences need it, or kept KV would have to go
+    shrinks   when other models need the room, and at rest; never below the room of the load
+
+A cache grows by copying one of its arrays, so KV is lent with a part more (`with_copy`).
 
 Adapter slots are lent beside that. If there is no free memory for them, the engine takes them out
 of its KV bound.
@@ -11,7 +13,20 @@ from __future__ import annotations
 
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.core.errors import InvalidArgument, KakeyaError, MemoryRefused
-from kakeya.core.units import KV_BLOCK_TOKENS
+
+_COPIED_PART = 16
+"""One array of one layer, twice, is at most one part in so many of the KV of 16 layers and more."""
+
+
+def with_copy(kv_bytes: int) -> int:
+    """The bytes that so much KV takes while it grows."""
+    return kv_bytes + kv_bytes // _COPIED_PART
+
+
+def without_copy(size: int) -> int:
+    """The KV that can grow within so many bytes."""
+    parts, rest = divmod(size, _COPIED_PART + 1)
+    return parts * _COPIED_PART + min(rest, _COPIED_PART - 1)
 
 
 class EngineLease:
@@ -19,17 +34,22 @@ class EngineLease:
 
     def __init__(self, backend: EngineBackend, lease_bytes: int) -> None:
         self.backend = backend
-        self.lowered_bytes = 0
         self.slot_bytes = 0
         """Bytes of the adapter slots in the engine."""
         self.lent_slot_bytes = 0
         """Bytes of the slots that are lent beside the lease."""
         self._granted_bytes = lease_bytes
+        self._first_kv_bytes = backend.limits.kv_bytes
 
     @property
     def bytes(self) -> int:
         """The bytes that the engine may occupy now."""
-        return self._granted_bytes + self.lent_slot_bytes - self.lowered_bytes
+        return self._granted_bytes + self.lent_slot_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """The part of it that is for KV; 0 = KV has no bound."""
+        return self.backend.limits.kv_bytes
 
     @property
     def short_bytes(self) -> int:
@@ -37,43 +57,32 @@ class EngineLease:
         return max(0, self.slot_bytes - self.lent_slot_bytes)
 
     @property
-    def is_lowered(self) -> bool:
-        """Whether a part of the lease is given up."""
-        return self.lowered_bytes > 0
-
-    @property
     def spare_kv_bytes(self) -> int:
-        """The bytes that could be given up."""
-        facts, bound = self.backend.facts, self.backend.limits.kv_bytes
-        if facts is None or bound == 0:
-            return 0
-        blocks = -(-facts.context_tokens // KV_BLOCK_TOKENS)
-        context = blocks * KV_BLOCK_TOKENS * facts.kv_bytes_per_token + facts.kv_fixed_bytes
-        return max(0, bound - self.short_bytes - context)
+        """The bytes that can be given up."""
+        return max(0, self.kv_bytes - self.short_bytes - self._first_kv_bytes)
+
+    def count(self, kv_bytes: int) -> None:
+        """Count more KV for the engine; the caller then calls `raised`."""
+        self._granted_bytes += with_copy(kv_bytes)
+
+    async def raised(self, kv_bytes: int, free_bytes: int) -> bool:
+        """Answer an engine with a KV bound that is larger by counted bytes, 0 = as before; False if
+        it refuses, and they count no more. `free_bytes` could be lent beside them now."""
+        if await self._bound(kv_bytes, free_bytes):
+            return True
+        self._granted_bytes -= with_copy(kv_bytes)
+        return False
 
     async def lower(self, size: int) -> int:
         """Give up at most `size` spare bytes of the lease; return their number."""
         part = min(size, self.spare_kv_bytes)
         if part <= 0 or not await self._bound(-part):
             return 0
-        self.lowered_bytes += part
+        self._granted_bytes -= with_copy(part)
         return part
-
-    def regain(self) -> int:
-        """Count the given-up bytes for the engine again; return their number.
-
-        From now on no other tenant gets them; the caller then calls `restore`.
-        """
-        part, self.lowered_bytes = self.lowered_bytes, 0
-        return part
-
-    async def restore(self, part: int) -> None:
-        """Raise the engine's bounds again; if the engine refuses, the bytes stay given up."""
-        if not await self._bound(part):
-            self.lowered_bytes += part
 
     async def lent(self, change: int) -> None:
-        """Tell the engine that more or fewer bytes are lent for slots; its context limit follows.
+        """Tell the engine that more or fewer bytes are lent for slots; its KV bound follows.
 
         If the model occupies bytes that were to be taken away, they stay lent.
         """
@@ -87,15 +96,21 @@ class EngineLease:
         except KakeyaError:
             pass  # the child is gone; the next one gets the same bounds
 
-    async def _bound(self, change: int) -> bool:
-        """Change the engine's bounds by some bytes; False if it refuses, and keeps its old bounds.
+    async def _bound(self, change: int, free_bytes: int | None = None) -> bool:
+        """Change the engine's KV bound by some bytes, and its memory bound with it; False if it
+        refuses, and keeps its old bounds.
 
         If the child does not answer or is gone, the next child gets the new bounds.
         """
         limits = self.backend.limits
-        memory = limits.memory_bytes + change if limits.memory_bytes else 0
+        more = with_copy(change) if change > 0 else -with_copy(-change)
+        memory = limits.memory_bytes + more if limits.memory_bytes else 0
+        kv_bytes = limits.kv_bytes + change
         try:
-            await self.backend.set_limits(memory_bytes=memory, kv_bytes=limits.kv_bytes + change)
+            if free_bytes is None:
+                await self.backend.set_limits(memory_bytes=memory, kv_bytes=kv_bytes)
+            else:
+                await self.backend.answer_want(memory, kv_bytes, free_bytes)
         except (MemoryRefused, InvalidArgument):
             return False
         except KakeyaError:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from kakeya.backends.engine.client import EngineClient, EngineMemoryLimits
 from kakeya.backends.engine.process import Command, EngineProcess, SocketFolder
@@ -29,7 +30,7 @@ from kakeya.core.errors import (
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.generation.facts import ModelFacts, ModelState
-from kakeya.generation.frames import Frame
+from kakeya.generation.frames import Frame, KvWant
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.progress import LoadPhase, LoadProgress
 from kakeya.generation.request import DecodeRequest
@@ -71,6 +72,29 @@ class EngineOptions:
     keepalive: Keepalive = field(default_factory=Keepalive)
 
 
+class KvSource(Protocol):
+    """The source of memory for an engine's keys and values."""
+
+    def free_bytes(self) -> int:
+        """Bytes that would be lent now, without models leaving for it."""
+        ...
+
+    async def lend(self, want: KvWant) -> None:
+        """Answer an engine with new bounds."""
+        ...
+
+
+class NoKvSource:
+    """Lends nothing: for engines whose KV bound is fixed, which do not ask."""
+
+    def free_bytes(self) -> int:
+        """None are free."""
+        return 0
+
+    async def lend(self, want: KvWant) -> None:
+        """Leave the question without an answer."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
     """A child that serves."""
@@ -78,6 +102,7 @@ class Engine:
     process: EngineProcess
     client: EngineClient
     decode_timeout_s: float
+    free_kv_bytes: Callable[[], int]
 
     @property
     def pid(self) -> int:
@@ -86,6 +111,7 @@ class Engine:
 
     def decode(self, request: DecodeRequest, offer: KvOffer) -> AsyncGenerator[Frame, None]:
         """Stream the frames of a decode. Raises the errors of `EngineClient.decode`."""
+        offer = replace(offer, free_bytes=self.free_kv_bytes())
         return self.client.decode(request, self.decode_timeout_s, offer)
 
 
@@ -131,6 +157,7 @@ class EngineLife:
         self._is_asked_to_end = False
         self.limits = EngineMemoryLimits()
         """The bounds that each engine gets before it serves."""
+        self.kv_source: KvSource = NoKvSource()
         self.state = ModelState.LOADING
         self.last_error = ""
         """The reason of FAILED or RESTARTING, in one sentence; "" otherwise."""
@@ -234,7 +261,13 @@ class EngineLife:
         process = await EngineProcess.start(
             self.model_id, self._spec.command, socket, self._spec.env, self._loads
         )
-        client = EngineClient(self.model_id, process.address, self.options.keepalive, self._clock)
+        client = EngineClient(
+            self.model_id,
+            process.address,
+            self.options.keepalive,
+            self._clock,
+            lend=lambda want: self.kv_source.lend(want),
+        )
         self.pid = process.pid
         self._process = process
         self._is_asked_to_end = False
@@ -281,7 +314,12 @@ class EngineLife:
         except KakeyaError as error:
             process.kill(f"could not be made ready: {error.message}")
             return
-        self.engine = Engine(process, client, self.options.decode_timeout_s)
+        self.engine = Engine(
+            process,
+            client,
+            self.options.decode_timeout_s,
+            free_kv_bytes=lambda: self.kv_source.free_bytes(),
+        )
         self.progress = None
         self.facts = facts
         self._move(ModelState.READY, "")

@@ -6,8 +6,9 @@ tenant of its own, so that it can be freed before any model has to leave. The en
 lease, or with its resident size if that is larger, less its spare idle KV. The other idle KV is
 only asked for under pressure: freeing it makes no room for other models.
 
-Idle KV that is given up for another model lowers the engine's KV bound and its lease, down to one
-whole context; both grow again when no request waits and memory is free.
+Idle KV that is given up for another model lowers the engine's KV bound and its lease, and so does
+rest: an engine without requests gives back the room for KV that it does not fill. Both grow again
+when the engine asks (`kv_lender`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from kakeya.backends.engine.escalation import (
     ShrinkIt,
     Step,
 )
+from kakeya.backends.engine.kv_lender import KvLender
 from kakeya.backends.engine.lease import EngineLease
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.log import event
 from kakeya.core.process import resident_bytes
 from kakeya.core.tasks import Supervisor, TaskHealth
+from kakeya.core.units import MIB
 from kakeya.generation.facts import Footprint
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk
@@ -47,6 +50,9 @@ from kakeya.memory.arbiter.resident import ResidentKey
 _log = logging.getLogger(__name__)
 POLL_S = 2.0
 """Seconds between two measurements: a large model grows its KV by some 30 MB in that time."""
+REST_S = 20.0
+"""After so long without a request an engine gives back unfilled room: an agent's next turn comes
+sooner, mostly."""
 
 
 @dataclass(slots=True)
@@ -56,6 +62,9 @@ class _Watched:
     key: ResidentKey
     lease: EngineLease
     way: Escalation
+    lender: KvLender | None = None
+    used_mono: float = 0.0
+    """When it last had a request."""
     resident_bytes: int = 0
     footprint: Footprint | None = None
     last_reason: str = ""
@@ -159,6 +168,14 @@ class EngineWatch:
             key=ResidentKey(capability, model_id),
             lease=EngineLease(backend, lease_bytes),
             way=Escalation(self._rules),
+            used_mono=self._clock.mono(),
+        )
+        backend.kv_source = watched.lender = KvLender(
+            watched.key,
+            watched.lease,
+            self._arbiter,
+            tenant=tenant_name(model_id),
+            counted=lambda: self._measure(watched),
         )
         self._watched[model_id] = watched
         self._arbiter.add_tenant(EngineKvTenant(watched))
@@ -206,6 +223,8 @@ class EngineWatch:
                 "stage": one.way.stage.value,
                 "resident_bytes": one.resident_bytes,
                 "lease_bytes": one.lease.bytes,
+                "kv_bytes": one.lease.kv_bytes,
+                "kv_most_bytes": one.lease.backend.limits.kv_most_bytes,
                 "idle_kv_bytes": one.idle_kv_bytes,
                 "slot_bytes": one.lease.slot_bytes,
                 "lent_slot_bytes": one.lease.lent_slot_bytes,
@@ -263,22 +282,25 @@ class EngineWatch:
         self._measure(watched)
         if step is not None:
             self._do(watched, step)
-        elif watched.lease.is_lowered and self._has_room_for(watched.lease.lowered_bytes):
-            await self._restore(watched)
         elif watched.lease.short_bytes and self._has_room_for(watched.lease.short_bytes):
             await self.lend_slots(watched.key.model_key, watched.lease.slot_bytes)
-
-    async def _restore(self, watched: _Watched) -> None:
-        """Give an engine back the KV that it gave up.
-
-        The ledger counts it before the engine gets it: otherwise another tenant could get the same
-        room meanwhile, and both together would exceed the budget.
-        """
-        part = watched.lease.regain()
-        self._measure(watched)
-        await watched.lease.restore(part)
-        if self._is_watched(watched):
+        elif await self._rests(watched):
             self._measure(watched)
+
+    async def _rests(self, watched: _Watched) -> bool:
+        """Whether an engine gave back unfilled room, or learnt of another bound of its growth."""
+        lease, backend, now = watched.lease, watched.lease.backend, self._clock.mono()
+        if backend.running or backend.waiting:
+            watched.used_mono = now
+        unfilled = lease.spare_kv_bytes - watched.idle_kv_bytes
+        if now - watched.used_mono >= REST_S and unfilled > 0:
+            return await lease.lower(unfilled) > 0 and self._is_watched(watched)
+        most = watched.lender.most_bytes() if watched.lender is not None else 0
+        if lease.kv_bytes and abs(most - backend.limits.kv_most_bytes) >= MIB:
+            with contextlib.suppress(KakeyaError):
+                await backend.set_limits(kv_most_bytes=most)
+            return self._is_watched(watched)
+        return False
 
     def _do(self, watched: _Watched, step: Step) -> None:
         backend, key = watched.lease.backend, watched.key

@@ -65,8 +65,8 @@ class Parking:
         return bool(coming)
 
     def wait(self) -> None:
-        """Sleep a moment, where no row computes because pages are on their way."""
-        if self._queue.waiting:
+        """Sleep a moment, where no row computes because pages or bytes are on their way."""
+        if self._queue.waiting or self._queue.growth.is_asking:
             time.sleep(_MOMENT_S)
 
     def lend(self, park_id: int, number: int, pages: tuple[PageRef, ...]) -> None:

@@ -52,6 +52,11 @@ class KvSlots:
         """Bytes of each entry."""
         return {key: entry.nbytes for key, entry in self._entries.items()}
 
+    def kept_bytes(self, key: str) -> int:
+        """Bytes of the entry of `key`; 0 = none."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.nbytes
+
     def kept_tokens(self, key: str) -> int:
         """Tokens of the history that `key` keeps KV of; 0 = none."""
         entry = self._entries.get(key)

@@ -18,6 +18,7 @@ from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.queue.fair_shares import FairShares
+from kakeya.engine.queue.growth import KvGrowth
 from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import (
     AGED_S,
@@ -37,6 +38,10 @@ from kakeya.engine.queue.room import RETRY_S, KvRoom
 from kakeya.engine.queue.rows import Admitted, QueueRow, QueueTicket
 from kakeya.generation.request import DecodeJob
 
+LACK_RETRY_S = 10.0
+"""A client that was refused for want of memory comes back after so long."""
+LACK_S = 60.0
+"""A generation that lacks memory in the middle keeps its KV for so long."""
 LOOK_S = 0.1
 """Interval of looks at the queue for changes that time alone brings."""
 
@@ -60,6 +65,7 @@ class EngineQueue:
     ) -> None:
         """`memory_bytes` returns the bytes that the model may still take, None without a bound."""
         self.room = room
+        self.growth = KvGrowth(room)
         self._slots = slots
         self._facts = facts
         self._pace = pace
@@ -82,10 +88,11 @@ class EngineQueue:
     def arrive(self, ticket: QueueTicket, running: Sequence[QueueRow], now_s: float) -> None:
         """Put a generation in the queue.
 
-        Raises MemoryRefused when its KV can never fit, DeadlineExceeded when its first token would
+        Raises KvRefused when its KV can never fit, DeadlineExceeded when its first token would
         come too late.
         """
         job = ticket.job
+        self.room.free_bytes = job.offer.free_bytes
         self.room.check_fits(job)
         self._arrivals += 1
         row = QueueRow(
@@ -251,14 +258,16 @@ class EngineQueue:
     def _plan(self, row: QueueRow, running: Sequence[QueueRow], now_s: float) -> Admitted | None:
         """Plan a place and room for a row; None = there is none."""
         job = row.ticket.job
+        lacks_bytes = self.room.lacks(row, job, row.length)
+        lacks_place = len(running) >= self._places
+        if lacks_bytes > 0 and not lacks_place and self.growth.may_ask(lacks_bytes, now_s):
+            return Admitted(row=row, needs_bytes=lacks_bytes)
         if (
             row.is_stowed
             and running
             and not self._has_memory(self.room.need_bytes(job, row.length))
         ):
             return None
-        lacks_bytes = self.room.lacks(row, job, row.length)
-        lacks_place = len(running) >= self._places
         if lacks_bytes <= 0 and not lacks_place:
             return Admitted(row=row)
         held = self.room.held_bytes
@@ -271,8 +280,13 @@ class EngineQueue:
                 break
             parks.append(victim)
             gain += held(victim)
-        if lacks_bytes > gain or (lacks_place and not parks):
+        if lacks_place and not parks:
             return None
+        if lacks_bytes > gain:
+            needs = lacks_bytes - gain
+            return (
+                Admitted(row=row, needs_bytes=needs) if self.growth.may_ask(needs, now_s) else None
+            )
         drops: list[QueueRow] = []
         # A parked row gives back its unfilled room; its KV keeps the rest until it is dropped.
         lacks_bytes -= sum(held(one) - self.room.kv_bytes(one.length) for one in parks)
@@ -307,6 +321,24 @@ class EngineQueue:
         # The bound may have become smaller since it arrived.
         if row.whole_bytes > self.room.budget_bytes:
             self.room.check_fits(row.ticket.job)
+        self._check_lent(row, running, now_s)
+
+    def _check_lent(self, row: QueueRow, running: Sequence[QueueRow], now_s: float) -> None:
+        """Raise KvRefused for a row that nothing makes room for, since there is no memory now.
+
+        One that has begun waits for LACK_S, then ends with an error that says it can go on.
+        """
+        if row.lacks_since_s is not None and now_s >= row.lacks_since_s + LACK_S:
+            raise MemoryRefused(
+                f"there was no memory for more than {row.length} tokens for {LACK_S:g} s; "
+                "the generation can go on from its history",
+                retry_after_s=RETRY_S,
+            )
+        if running or row.run is not None or not self.growth.is_refused(row, now_s):
+            return
+        parked = sum(map(self.room.held_bytes, self._droppable(row, running)))
+        if self.room.lacks(row, row.ticket.job) > parked:
+            raise self.room.refusal(row.ticket.job, LACK_RETRY_S)
 
     def _check_deadline(self, row: QueueRow, running: Sequence[QueueRow], now_s: float) -> None:
         if row.expires_s == math.inf:

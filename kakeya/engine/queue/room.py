@@ -1,7 +1,8 @@
 """Room for KV: a sequence enters if its KV fits the bound, before any of it is made.
 
-    refused   prompt and max_tokens take more than the bound: it can never come to its end
-    waits     prompt and AHEAD_TOKENS take more than running sequences leave
+    refused   prompt and max_tokens take more than the bound can ever be: it cannot come to its end
+    waits     prompt and AHEAD_TOKENS take more than running sequences leave of the bound, which the
+              agent may raise (see `growth`)
     enters    that much is set aside for it; it takes more as it grows
     parked    a more urgent sequence took its place: its KV stays, and counts as long as it does
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable
 
-from kakeya.core.errors import InvalidArgument, MemoryRefused
+from kakeya.core.errors import InvalidArgument, KvRefused
 from kakeya.core.units import KV_BLOCK_TOKENS, format_bytes
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import LoadedFacts
@@ -27,6 +28,8 @@ from kakeya.generation.request import DecodeJob
 
 AHEAD_TOKENS = 512
 """Tokens of an answer that are set aside at its beginning: most answers are no longer."""
+STEP_TOKENS = 2048
+"""Tokens by which the bound grows beside those that are needed: a question costs about a step."""
 RETRY_S = 1.0
 """After so long an ended sequence may ask again; it waits in the queue anyway."""
 KEPT_BYTES = 2 << 30
@@ -43,11 +46,20 @@ class KvRoom:
         self._shares: dict[Hashable, int] = {}
         self._parked: dict[Hashable, int] = {}
         self._taken_bytes = 0
+        self.most_bytes = 0
+        """The bound that all KV may ever have; the bound of now where that is more."""
+        self.free_bytes = 0
+        """The last known bytes by which the bound could be raised at once."""
 
     @property
     def budget_bytes(self) -> int:
         """The bound of all KV."""
         return self._slots.budget_bytes
+
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes by which the bound may ever be raised."""
+        return max(0, self.most_bytes - self._slots.budget_bytes)
 
     @property
     def left_bytes(self) -> int:
@@ -65,9 +77,9 @@ class KvRoom:
         return sum(self._parked.values())
 
     @property
-    def context_tokens(self) -> int:
-        """The longest sequence that the model's context and the bound allow."""
-        return self._tokens_in(self._slots.budget_bytes)
+    def longest_tokens(self) -> int:
+        """The longest sequence that the model's context and the bound will ever allow."""
+        return self._tokens_in(self._slots.budget_bytes + self.growth_bytes)
 
     def check_bound(self, kv_bytes: int) -> None:
         """Raise InvalidArgument for a bound in which no sequence fits at all."""
@@ -79,15 +91,21 @@ class KvRoom:
             )
 
     def check_fits(self, job: DecodeJob) -> None:
-        """Raise MemoryRefused when `job` can never fit."""
-        prompt, budget = len(job.token_ids), self._slots.budget_bytes
-        whole = self.whole_bytes(job)
-        if whole > budget:
-            raise MemoryRefused(
-                f"the KV of a prompt of {prompt} and {job.max_tokens} more tokens takes "
-                f"{format_bytes(whole)}, and {format_bytes(budget)} are allowed: prompt and answer "
-                f"together may have {self.context_tokens} tokens"
-            )
+        """Raise KvRefused when `job` can never fit."""
+        if self.whole_bytes(job) > self._slots.budget_bytes + self.growth_bytes:
+            raise self.refusal(job)
+
+    def refusal(self, job: DecodeJob, retry_after_s: float | None = None) -> KvRefused:
+        """The error of a job that does not fit: ever, or until a later try."""
+        bound, growth = self._slots.budget_bytes, self.growth_bytes
+        now = self._tokens_in(bound + min(growth, self.free_bytes))
+        return KvRefused(
+            f"the keys and values of a prompt of {len(job.token_ids)} and {job.max_tokens} more "
+            f"tokens take {format_bytes(self.whole_bytes(job))}, and the memory of this node holds "
+            f"{format_bytes(bound + growth)} of them: prompt and answer together may have "
+            f"{self.longest_tokens} tokens at most, and {now} now",
+            retry_after_s=retry_after_s,
+        )
 
     def lacks(self, owner: Hashable, job: DecodeJob, length: int = 0) -> int:
         """Bytes that are missing for `job`, which has come to `length`; 0 or less = none.
@@ -96,6 +114,12 @@ class KvRoom:
         """
         taken = self._taken_bytes - self._parked.get(owner, 0)
         return taken + self.need_bytes(job, length) - self._slots.budget_bytes
+
+    def crowds(self, owner: Hashable, job: DecodeJob, length: int = 0) -> int:
+        """Bytes of kept KV of others that go when `job` enters."""
+        own = self._slots.kept_bytes(job.kv_key)
+        others = self._slots.held_bytes - own
+        return min(others, max(0, self.lacks(owner, job, length) + others))
 
     def enter(self, owner: Hashable, job: DecodeJob, length: int = 0) -> None:
         """Set room aside for a sequence; kept KV is dropped as far as it is in the way."""
@@ -140,6 +164,10 @@ class KvRoom:
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of KV of a sequence of this length."""
         return self._facts.kv_bytes(tokens)
+
+    def step_bytes(self) -> int:
+        """Bytes by which the bound is raised beside those that are needed."""
+        return self._facts.kv_bytes_per_token * STEP_TOKENS
 
     def whole_bytes(self, job: DecodeJob) -> int:
         """Bytes of KV of `job` at its longest."""

@@ -57,6 +57,8 @@ class QueueRow(GenerationClaim):
     chunk_ended_s: float = 0.0
     """When its last chunk was done."""
     whole_bytes: int = 0
+    lacks_since_s: float | None = None
+    """Since when it is parked because there is no memory for its next tokens."""
     headroom: int = 0
     """Tokens that it can still make within the room that is set aside for it."""
     pages: tuple[PageRef, ...] | None = None
@@ -84,9 +86,13 @@ class QueueRow(GenerationClaim):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """A row that gets a place: first `parks` are parked for it, then `drops` lose their KV."""
+    """A row that gets a place: first `parks` are parked for it, then `drops` lose their KV.
+
+    `needs_bytes` are missing for it, and to be asked for before anything else.
+    """
 
     row: QueueRow
+    needs_bytes: int = 0
     parks: tuple[QueueRow, ...] = ()
     drops: tuple[QueueRow, ...] = ()
 

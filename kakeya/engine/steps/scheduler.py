@@ -35,7 +35,7 @@ from kakeya.engine.model import Model
 from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import OUTPUT_WEIGHT, ROUND_S, weakest
 from kakeya.engine.queue.queue import EngineQueue
-from kakeya.engine.queue.rows import EngineLoad, QueueRow, QueueTicket
+from kakeya.engine.queue.rows import Admitted, EngineLoad, QueueRow, QueueTicket
 from kakeya.engine.steps.chores import Chores
 from kakeya.engine.steps.prefilling import Prefilling
 from kakeya.engine.steps.sequence import Launch, SequenceRun, SequenceTools
@@ -77,6 +77,7 @@ class Scheduler:
         )
         self._parking = Parking(self._queue, model.facts, tools.timer, lost=self._lose)
         self.limits.drop_parked = self._parking.drop_until
+        self.limits.wants_answered = lambda: self._queue.growth.answered(tools.timer())
         self.lend = self._parking.lend
         self._running: list[QueueRow] = []
         self._prefilling = Prefilling(self._queue, self._pace, tools.timer)
@@ -124,7 +125,10 @@ class Scheduler:
             if self._parking.settle(now_s):
                 self._keeps_limit = self.limits.holds()
             if self._running and not (self._keeps_limit and self._room.holds):
-                self._relieve(now_s)
+                if self._keeps_limit and self._queue.growth.is_pending(now_s):
+                    self._parking.wait()
+                else:
+                    self._relieve(now_s)
                 continue
             if self._queue.is_due(now_s):
                 self._admit(now_s)
@@ -187,6 +191,8 @@ class Scheduler:
             else:
                 self._abandon(row, failure)
         while (entry := self._queue.next_entry(self._running, now_s)) is not None:
+            if self._grows_for(entry, now_s):
+                return
             for row in entry.parks:
                 self._park(row)
             if self._parking.are_coming(entry, now_s):
@@ -200,11 +206,22 @@ class Scheduler:
                 # Beginning a sequence copies KV from pages: decoding ones have waited for that.
                 return
 
+    def _grows_for(self, entry: Admitted, now_s: float) -> bool:
+        """Whether a larger bound for a row is on its way, without which it does not begin."""
+        row, room = entry.row, self._room
+        crowds = room.crowds(row, row.ticket.job, row.length)
+        if not (entry.needs_bytes or crowds):
+            return False
+        wished = entry.needs_bytes + crowds + room.step_bytes()
+        is_coming = self._queue.growth.is_coming(row, entry.needs_bytes, wished, now_s)
+        return is_coming or entry.needs_bytes > 0
+
     def _place(self, row: QueueRow, now_s: float) -> None:
         """Begin a sequence, or go on with a parked one."""
         began_s = self._tools.timer()
         self._queue.enter(row)
         row.placed_s, row.headroom, row.served = now_s, 0, self._prefilling.chunks
+        row.lacks_since_s = None
         self._running.append(row)
         ticket, job = row.ticket, row.ticket.job
         if row.run is not None and not self._parking.resume(row):
@@ -325,9 +342,14 @@ class Scheduler:
             self._end(row)
 
     def _grow(self, row: QueueRow) -> None:
-        """Set more room aside for a row that has filled its own."""
-        self._room.grown(row, row.length)
-        row.headroom = self._room.headroom_tokens(row, row.length)
+        """Set more room aside for a row that has filled its own; ask for more ahead of need."""
+        room = self._room
+        room.grown(row, row.length)
+        row.headroom = room.headroom_tokens(row, row.length)
+        to_come = row.whole_bytes - room.held_bytes(row)
+        if room.left_bytes < min(to_come, room.step_bytes() // 2):
+            needed, now_s = max(0, -room.left_bytes), self._tools.timer()
+            self._queue.growth.is_coming(row, needed, needed + room.step_bytes(), now_s)
 
     def _launch(self, rows: list[QueueRow]) -> None:
         """Launch the plain steps that are due, together where possible, and go on with each row."""
@@ -363,6 +385,9 @@ class Scheduler:
             self._parking.drop_soon(held[-1], now_s)
         elif len(self._running) > 1:
             self._park(weakest(self._running))
+        elif self._room.growth_bytes and not self._room.holds:
+            self._running[0].lacks_since_s = now_s
+            self._park(self._running[0])
         else:
             self._abandon(self._running[0], self.limits.refusal())
 
@@ -395,6 +420,7 @@ class Scheduler:
         elif row in self._queue.waiting:
             self._queue.leave(row)
         self._room.leave(row)
+        self._queue.growth.left(row)
 
     def _forget(self, row: QueueRow) -> None:
         """Take a row out of everything that belongs to a place."""

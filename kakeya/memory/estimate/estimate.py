@@ -44,6 +44,8 @@ UNKNOWN_PARAMETERS = 4e9
 """Parameters of a model with no number in its name: a size that fits a small machine."""
 _CHUNK_ROWS = 256
 """The most tokens that an engine prefills at once."""
+_SCORED_TOKENS = 1536
+"""Behind fewer tokens than that, scores are not computed in parts."""
 _BLOCK_ROWS = 32
 """More rows than an engine verifies at once; only these rows have logits."""
 STEP_BYTES = 16 * MIB
@@ -114,7 +116,7 @@ def estimate_model(
             weights = max(weights, _loaded_bytes(headers, config, widens))
     else:
         weights, source = _loaded_bytes(headers, config, widens), _HEADERS
-    work = _work_bytes(config)
+    work = _work_bytes(config, widens)
     known = history.peak_bytes(headers.digest, kind) if history else None
     return Estimate(
         base_bytes=(weights + PROCESS_BYTES if known is None else known) + work,
@@ -213,14 +215,18 @@ def _number_bytes(tensors: Mapping[str, ArrayEntry]) -> int:
     return 4 if "F32" in {main, *norms} else 2
 
 
-def _work_bytes(config: Mapping[str, Any]) -> int:
-    """Room for one chunk of prefill, the logits of one block, and what grows in use."""
-    hidden, inner, vocabulary = (
+def _work_bytes(config: Mapping[str, Any], widens: bool) -> int:
+    """Room for one chunk of prefill, the logits of one block, and what grows in use.
+
+    On the CPU backend, which widens, all scores of a chunk are there at once, and once more.
+    """
+    hidden, inner, vocabulary, heads = (
         value if isinstance(value := config.get(name), int) else 0
-        for name in ("hidden_size", "intermediate_size", "vocab_size")
+        for name in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
     )
     rows = _CHUNK_ROWS * (8 * hidden + 3 * inner)
-    return _FIXED_WORK_BYTES + 4 * (rows + _BLOCK_ROWS * vocabulary)
+    scores = 2 * heads * _CHUNK_ROWS * _SCORED_TOKENS if widens else 0
+    return _FIXED_WORK_BYTES + 4 * (rows + scores + _BLOCK_ROWS * vocabulary)
 
 
 def _of_unknown_layers(weights: int, source: Source, problem: str = "") -> Estimate:

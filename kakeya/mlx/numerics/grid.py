@@ -28,6 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from kakeya.core.units import MIB
 from kakeya.engine.model import CHUNK_LIMIT_S, LEAST_CHUNK_TOKENS
 from kakeya.mlx.kv.blocks import KvBlocks
 from kakeya.mlx.loader import LoadedModel, text_config
@@ -59,6 +60,8 @@ _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 _WORD_BITS = 32
 FAR_TOKENS = 1280
 """Behind so many, pieces may attend otherwise (`attention`); a block begins there."""
+SCORE_BYTES = 4 * MIB
+"""The most scores that are computed at once there: a few such arrays live at a time."""
 
 
 def is_row_exact(model: LoadedModel, blocks: KvBlocks) -> bool:
@@ -147,7 +150,7 @@ def exactness(model: LoadedModel, grid: Grid) -> str:
         "dtype": model.dtype,
         "grid": [list(piece) for piece in grid] or "any",
         "weights": model.layout,
-        "split_from": FAR_TOKENS if is_split_far() else "never",
+        "split_from": [FAR_TOKENS, SCORE_BYTES] if is_split_far() else "never",
     }
     if sys.platform == "darwin":
         # Accelerate and the compiler of Metal's kernels come with the system.

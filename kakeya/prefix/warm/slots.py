@@ -29,6 +29,9 @@ AUTO_SLOTS = range(2, 17)
 MOST_SLOTS = 1024
 """The limits of the setting."""
 _AUTO_SHARE = 0.25
+SLOT_TOKENS = 8192
+"""Tokens of a conversation that a slot is counted with: few grow longer, and KV is asked for as
+they do."""
 _SPARE_SHARE, _SPARE_LEAST = 0.25, 2
 
 
@@ -218,8 +221,8 @@ def recommended_parallel(parallel: int, high_water: int, most: int = MOST_SLOTS)
 
 
 def fitting_parallel(usable_bytes: int, kv_bytes_per_token: int, context_tokens: int) -> int:
-    """How many slots a quarter of the memory holds, each with a full context."""
-    full_bytes = max(1, kv_bytes_per_token * context_tokens)
+    """How many slots a quarter of the memory holds, each with a full context or SLOT_TOKENS."""
+    full_bytes = max(1, kv_bytes_per_token * min(context_tokens, SLOT_TOKENS))
     return min(int(usable_bytes * _AUTO_SHARE) // full_bytes, MOST_SLOTS)
 
 

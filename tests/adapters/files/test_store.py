@@ -1,10 +1,8 @@
 """Adapters on a disk that is full, broken, or not what it should be; what memory they need."""
 
 import contextlib
-import random
 import resource
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,7 @@ import pytest
 from kakeya.adapters.files import store as adapter_store
 from kakeya.adapters.files.packed import digest, pack, unpack
 from kakeya.adapters.files.store import AdapterRecord, AdapterStore
-from kakeya.config.config import load
 from kakeya.core.errors import LoadFailed, StoreFailed
-from kakeya.memory.pages.node_arena import page_config
-from kakeya.memory.pages.shared_arena import PageArena
-from kakeya.node.pages import least_bytes
 from tests.adapters.adapter_folders import tiny_adapter
 
 
@@ -102,16 +96,3 @@ def test_what_is_no_file_among_adapters_does_not_hinder_the_others(
     (tmp_path / "adapters" / ".left.klora").mkdir()
     (tmp_path / "adapters" / "0.klora").mkdir()
     assert [one.name for one in store.scan()] == ["poet"]
-
-
-def test_what_is_left_for_adapters_is_what_their_first_slab_takes(tmp_path: Path) -> None:
-    config = replace(
-        load((), {}).adapters, slots=1, rank=8, warm_bytes=64 << 20, slab_bytes=4 << 20
-    )
-    none = replace(load((), {}).precache, memory_bytes=0)
-    pages = page_config(config.slab_bytes, config.warm_bytes)
-    with PageArena(
-        pages, folder=tmp_path, rng=random.Random(str(tmp_path)), evicted=lambda _: None
-    ) as arena:
-        assert least_bytes(config, none) == arena.slab_bytes > config.slab_bytes
-    assert least_bytes(replace(config, slots=0), none) == 0

@@ -100,7 +100,7 @@ async def test_limits_hold_the_context_that_their_kv_allows_and_say_so(
     assert said.limit_bytes == engine.limits.memory_bytes
     await engine.set_limits(kv_bytes=3 * BLOCK_BYTES)
     assert engine.facts is not None
-    assert engine.facts.context_tokens == 768
+    assert engine.facts.longest_tokens == 768
     assert await engine.ready(1.0) == engine.facts
     assert engine.limits == EngineMemoryLimits(
         memory_bytes=said.limit_bytes, kv_bytes=3 * BLOCK_BYTES
@@ -166,4 +166,4 @@ async def test_while_it_is_not_up_nothing_is_asked_of_it_and_limits_are_kept(
         await engine.set_limits(kv_bytes=8 * BLOCK_BYTES)
     assert await engine.footprint() is None
     await until(lambda: engine.restarts == 1, 120.0)
-    assert (await engine.ready(120.0)).context_tokens == 8 * 256
+    assert (await engine.ready(120.0)).longest_tokens == 8 * 256

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.backends.engine import watch
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.escalation import EscalationRules, Stage
-from kakeya.backends.engine.lease import EngineLease
+from kakeya.backends.engine.kv_lender import most_kv_bytes
+from kakeya.backends.engine.lease import with_copy
 from kakeya.backends.engine.watch import EngineWatch, tenant_name
 from kakeya.core.clock import SystemClock
-from kakeya.core.errors import PeerUnavailable
+from kakeya.core.errors import KvRefused
 from kakeya.core.process import resident_bytes
 from kakeya.generation.facts import Footprint, ModelState
 from kakeya.generation.frames import Done, Tokens
@@ -27,7 +29,7 @@ from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Capability, Loaded
 from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk, MemoryPressure
 from kakeya.memory.arbiter.policy import PressureLevel, Rung, Tenant
-from kakeya.memory.arbiter.resident import TEXT_TARGET
+from kakeya.memory.arbiter.resident import TEXT_TARGET, ResidentKey
 from kakeya.memory.machine.pressure import FootprintPressure as PressureSight
 from kakeya.memory.machine.pressure import Reading
 from kakeya.memory.pressure_sources import footprint
@@ -273,36 +275,87 @@ async def test_an_engine_is_bounded_anew_in_each_child(model: Path) -> None:
     async with world(model) as here:
         bound = await size_of(here.backend) + 100 * MIB
         await here.backend.set_limits(memory_bytes=bound, kv_bytes=8 * BLOCK_BYTES)
-        assert here.backend.facts.context_tokens == 8 * 256
+        assert here.backend.facts.longest_tokens == 8 * 256
         here.backend.end("is tried out")
         await until(lambda: here.backend.restarts == 1 and here.backend.state is ModelState.READY)
         footprint = await here.backend.footprint()
         assert footprint is not None
         assert footprint.limit_bytes == bound
-        assert here.backend.facts.context_tokens == 8 * 256
+        assert here.backend.facts.longest_tokens == 8 * 256
         assert "asked to end" not in here.backend.last_error
+
+
+async def attach(here: World, blocks: int = 8) -> int:
+    """Watch an engine with so many blocks of KV; returns its lease."""
+    lease = await size_of(here.backend) + 300 * MIB
+    key, kv = ResidentKey("text", "toy"), blocks * BLOCK_BYTES
+    most = most_kv_bytes(here.arbiter.status(), key, lease, kv)
+    await here.backend.set_limits(memory_bytes=lease, kv_bytes=kv, kv_most_bytes=most)
+    here.watch.attach("toy", here.backend, lease)
+    return lease
+
+
+async def hold_sessions(here: World, count: int) -> None:
+    """Let so many sessions keep eight blocks each."""
+    for key in range(count):
+        asked = request(token_ids=[key, *PROMPT * 6], max_tokens=2, kv_key=str(key))
+        await collect(here.backend, asked)
+    await here.watch.look()
 
 
 async def test_the_ledger_counts_an_engine_with_its_lease_and_its_idle_kv_once(model: Path) -> None:
     async with world(model, poll_s=3600.0) as here:
-        lease = await size_of(here.backend) + 300 * MIB
-        here.watch.attach("toy", here.backend, lease)
+        lease = await attach(here)
         await here.watch.look()
         assert here.resident().bytes == lease
-        await collect(here.backend, request(token_ids=PROMPT * 6, max_tokens=2, kv_key="a"))
-        await here.watch.look()
+        await hold_sessions(here, 1)
         assert here.tenant().lent_bytes > MIB // 2
         assert here.resident().bytes == here.arbiter.status().committed_bytes == lease
-        # With room for more than one context, the lease can do without some of it.
-        await here.backend.set_limits(memory_bytes=lease, kv_bytes=33 * BLOCK_BYTES)
-        await here.watch.look()
-        spare = here.tenant().held_bytes
-        assert spare == BLOCK_BYTES
-        assert here.resident().bytes + spare == lease
-        assert here.arbiter.status().committed_bytes == lease
+        await hold_sessions(here, 3)
+        grown, spare = here.watch.status()["toy"]["lease_bytes"], here.tenant().held_bytes
+        assert spare == 16 * BLOCK_BYTES
+        assert grown >= lease + with_copy(spare)
+        assert here.resident().bytes + spare == grown
+        assert here.arbiter.status().committed_bytes == grown
         here.watch.detach("toy")
-        assert here.resident().bytes == lease
+        assert here.resident().bytes == grown
         assert not [t for t in here.arbiter.status().tenants if t.name == tenant_name("toy")]
+
+
+async def test_a_prompt_longer_than_the_room_of_the_load_gets_more_and_gives_it_back_at_rest(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(model, poll_s=3600.0) as here:
+        lease = await attach(here)
+        await collect(here.backend, request(token_ids=PROMPT * 20, max_tokens=2))
+        assert here.backend.limits.kv_bytes >= 25 * BLOCK_BYTES
+        await here.watch.look()
+        assert here.resident().bytes >= lease + with_copy(17 * BLOCK_BYTES)
+        monkeypatch.setattr(watch, "REST_S", 0.0)
+        await here.watch.look()
+        assert here.backend.limits.kv_bytes == 8 * BLOCK_BYTES
+        assert here.resident().bytes == here.backend.limits.memory_bytes == lease
+        footprint = await here.backend.footprint()
+        assert footprint is not None
+        assert footprint.limit_bytes == lease
+
+
+async def test_a_prompt_for_which_there_is_no_memory_now_is_told_how_many_tokens_there_is_for(
+    model: Path,
+) -> None:
+    async with world(model, poll_s=3600.0) as here:
+        lease = await attach(here)
+        here.arbiter.hold("a job", 4 * GIB - lease - with_copy(4 * BLOCK_BYTES))
+        with pytest.raises(KvRefused, match=f"8192 tokens at most, and {12 * 256} now") as refused:
+            await collect(here.backend, request(token_ids=PROMPT * 20, max_tokens=2))
+        assert refused.value.retry_after_s is not None
+        await here.watch.look()
+        with pytest.raises(KvRefused, match=f"{12 * 256} tokens at most") as hopeless:
+            await collect(here.backend, request(token_ids=PROMPT * 20, max_tokens=2))
+        assert hopeless.value.retry_after_s is None
+        here.arbiter.hold("a job", 0)
+        await here.watch.look()
+        assert len(await collect(here.backend, request(token_ids=PROMPT * 20, max_tokens=2))) == 2
 
 
 async def test_under_pressure_idle_kv_goes_before_any_model(model: Path) -> None:
@@ -344,77 +397,41 @@ async def test_what_pressure_takes_of_a_lease_makes_no_room_for_others(model: Pa
 
 
 @pytest.mark.slow
-async def test_kv_that_is_given_up_for_others_makes_the_lease_smaller_until_there_is_room(
+async def test_kv_that_is_given_up_for_others_makes_the_lease_smaller_until_it_is_asked_for(
     model: Path,
 ) -> None:
     async with world(model, poll_s=3600.0) as here:
-        kv = 64 * BLOCK_BYTES
-        lease = await size_of(here.backend) + 300 * MIB
-        await here.backend.set_limits(memory_bytes=lease, kv_bytes=kv)
-        here.watch.attach("toy", here.backend, lease)
-        for key in range(4):
-            asked = request(token_ids=[key, *PROMPT * 6], max_tokens=2, kv_key=str(key))
-            await collect(here.backend, asked)
-        await here.watch.look()
-        spare = here.tenant().spare_bytes
-        assert spare == 32 * BLOCK_BYTES, "what is above one whole context of 8192 tokens"
+        await attach(here)
+        await hold_sessions(here, 4)
+        lease, spare = here.watch.status()["toy"]["lease_bytes"], here.tenant().spare_bytes
+        assert spare >= 24 * BLOCK_BYTES
         here.arbiter.set_budget(lease - MIB)
         await until(lambda: here.watch.status()["toy"]["lease_bytes"] < lease)
         lowered = lease - here.watch.status()["toy"]["lease_bytes"]
-        assert MIB <= lowered <= spare
-        assert here.backend.limits.kv_bytes == kv - lowered
-        assert here.backend.facts.context_tokens == 8192
+        assert MIB <= lowered <= with_copy(spare)
         await here.watch.look()
         assert here.arbiter.status().committed_bytes <= lease - MIB
         here.arbiter.set_budget(2 * lease)
-        await here.watch.look()
-        assert here.watch.status()["toy"]["lease_bytes"] == lease
-        assert here.backend.limits.kv_bytes == kv
+        await hold_sessions(here, 4)
+        assert here.tenant().spare_bytes >= 24 * BLOCK_BYTES
 
 
-async def test_what_was_given_up_counts_before_the_engine_has_it_again(
+async def test_growth_counts_before_the_engine_has_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else others are let in for it meanwhile, and the next look finds both above the budget."""
     async with world(model, poll_s=3600.0) as here:
-        lease = await size_of(here.backend) + 300 * MIB
-        await here.backend.set_limits(memory_bytes=lease, kv_bytes=33 * BLOCK_BYTES)
-        here.watch.attach("toy", here.backend, lease)
-        await collect(here.backend, request(token_ids=PROMPT * 6, max_tokens=2, kv_key="a"))
-        await here.watch.look()
-        assert here.tenant().spare_bytes == BLOCK_BYTES
-        here.arbiter.set_budget(lease - BLOCK_BYTES)
-        await until(lambda: here.watch.status()["toy"]["lease_bytes"] < lease)
-        await here.watch.look()
-        assert here.arbiter.status().committed_bytes == lease - BLOCK_BYTES
-        here.arbiter.set_budget(lease)
-        set_limits, counted = here.backend.set_limits, []
+        await attach(here)
+        answer, counted = here.backend.answer_want, []
 
-        async def watched(**limits: int) -> None:
-            counted.append(here.arbiter.status().committed_bytes)
-            await set_limits(**limits)
-            counted.append(here.arbiter.status().committed_bytes)
+        async def watched(memory_bytes: int, kv_bytes: int, free_bytes: int) -> None:
+            counted.append((here.arbiter.status().committed_bytes, memory_bytes))
+            await answer(memory_bytes, kv_bytes, free_bytes)
 
-        monkeypatch.setattr(here.backend, "set_limits", watched)
-        await here.watch.look()
-        assert counted == [lease, lease]
-        assert here.arbiter.status().committed_bytes == lease
-        assert here.watch.status()["toy"]["lease_bytes"] == lease
-
-
-@pytest.mark.slow
-async def test_what_was_given_up_is_taken_back_once_while_the_engine_is_gone(
-    tmp_path: Path,
-) -> None:
-    backend = EngineBackend("toy", command(tmp_path), options=PATIENT)
-    with pytest.raises(PeerUnavailable):
-        await backend.set_limits(memory_bytes=GIB - 3 * MIB, kv_bytes=5 * MIB)
-    lease = EngineLease(backend, GIB)
-    lease.lowered_bytes = 3 * MIB
-    for _ in range(2):
-        await lease.restore(lease.regain())
-        assert lease.bytes == backend.limits.memory_bytes == GIB
-        assert backend.limits.kv_bytes == 8 * MIB
+        monkeypatch.setattr(here.backend, "answer_want", watched)
+        await collect(here.backend, request(token_ids=PROMPT * 20, max_tokens=2))
+        ((committed, bound),) = counted
+        assert committed == bound == here.arbiter.status().committed_bytes
 
 
 @pytest.mark.slow

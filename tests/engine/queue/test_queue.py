@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kakeya.core.errors import DeadlineExceeded, KakeyaError, MemoryRefused
+from kakeya.core.errors import DeadlineExceeded, KakeyaError, KvRefused, MemoryRefused
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.queue.pace import Pace
@@ -129,7 +129,7 @@ class QueueLaws(RuleBasedStateMachine):
         for _ in range(count):
             refusal = self.world.arrive(**job)
             if isinstance(refusal, MemoryRefused):
-                assert job["prompt"] + job["max_tokens"] > self.world.room.context_tokens
+                assert job["prompt"] + job["max_tokens"] > self.world.room.longest_tokens
             elif isinstance(refusal, DeadlineExceeded):
                 assert job["deadline_s"] is not None
 
@@ -263,7 +263,7 @@ def test_a_request_that_only_fitted_a_larger_bound_is_refused_when_that_is_gone(
     world.arrive(4000, 96)
     world.slots.set_budget(2048)
     errors, entries = world.look()
-    assert [type(error) for error in errors] == [MemoryRefused]
+    assert [type(error) for error in errors] == [KvRefused]
     assert entries == []
 
 
@@ -275,7 +275,7 @@ def test_a_row_that_began_within_a_larger_bound_is_refused_when_it_is_parked() -
     world.slots.set_budget(1024)
     assert world.look() == ([], [])
     world.park(row)
-    assert [type(error) for error in world.look()[0]] == [MemoryRefused]
+    assert [type(error) for error in world.look()[0]] == [KvRefused]
 
 
 def test_a_row_that_was_promised_the_next_place_gets_it_before_the_first_one() -> None:

@@ -46,7 +46,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_size_that_would() -> N
     assert admits(room, job(1000, 24))
     with pytest.raises(MemoryRefused, match="prompt and answer together may have 1024 tokens"):
         admits(room, job(1000, 25))
-    assert room.context_tokens == 1024
+    assert room.longest_tokens == 1024
 
 
 def test_a_request_without_room_waits_for_running_ones() -> None:
@@ -133,7 +133,7 @@ def test_recurrent_state_is_counted_for_each_sequence_however_long_it_is() -> No
     room = KvRoom(slots, replace(FACTS, kv_bytes_per_token=0, sequence_state_bytes=900))
     with pytest.raises(InvalidArgument, match="the first 256 tokens take 900"):
         room.check_bound(899)
-    assert room.context_tokens == FACTS.context_tokens
+    assert room.longest_tokens == FACTS.context_tokens
     room.enter("a", job(5000, 5000))
     assert room.headroom_tokens("a", 5000) == FACTS.context_tokens - 5001
     assert admits(room, job(5, 5))
@@ -153,8 +153,8 @@ def test_a_window_is_counted_as_far_as_it_is_filled() -> None:
     assert room.lent_bytes == room.kv_bytes(10 + AHEAD_TOKENS)
     assert room.headroom_tokens("a", 10) == 3 * BLOCK - 11
     fixed = 3 * (500 + 32)
-    assert room.context_tokens == (20 * BLOCK - fixed) // BLOCK * BLOCK
-    assert KvRoom(KvSlots(usual_kv_bytes(facts)), facts).context_tokens == facts.context_tokens
+    assert room.longest_tokens == (20 * BLOCK - fixed) // BLOCK * BLOCK
+    assert KvRoom(KvSlots(usual_kv_bytes(facts)), facts).longest_tokens == facts.context_tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "mamba"])
@@ -172,7 +172,7 @@ def test_what_is_set_aside_holds_what_a_sequence_takes_at_each_length(tmp_path, 
 def test_the_usual_bound_holds_a_whole_context() -> None:
     big = replace(FACTS, kv_bytes_per_token=1 << 20)
     room = KvRoom(KvSlots(usual_kv_bytes(big)), big)
-    assert room.context_tokens == big.context_tokens
+    assert room.longest_tokens == big.context_tokens
     assert admits(room, job(10, big.context_tokens))
     assert usual_kv_bytes(FACTS) == 2 << 30
 

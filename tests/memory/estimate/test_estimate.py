@@ -212,7 +212,7 @@ print(int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) *
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; the figures are of Linux")
 @pytest.mark.parametrize("layers", [1, 12])
 def test_a_process_with_the_model_fits_its_estimate(tmp_path: Path, layers: int) -> None:
-    """Measured: 87 MiB without a model. It may be below by a third, and never above."""
+    """Measured: 87 MiB without a model. It may be below by two fifths, and never above."""
     changes = {"num_hidden_layers": layers, "hidden_size": 512, "intermediate_size": 1536}
     folder = write_model(tmp_path / "m", "qwen3", changes=changes, dtype=mx.float16)
     ran = subprocess.run(
@@ -221,7 +221,7 @@ def test_a_process_with_the_model_fits_its_estimate(tmp_path: Path, layers: int)
     measured = int(ran.stdout)
     estimate = estimated(folder, 256)
     assert measured <= estimate.bytes, (measured / MIB, estimate)
-    assert measured >= estimate.bytes * 0.66, (measured / MIB, estimate)
+    assert measured >= estimate.bytes * 0.6, (measured / MIB, estimate)
 
 
 def test_shards_count_together_and_a_missing_one_is_named(tmp_path: Path) -> None:

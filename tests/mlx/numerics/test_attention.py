@@ -14,7 +14,7 @@ from kakeya.mlx.batch.batch import hand_over
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.numerics import attention
 from kakeya.mlx.numerics.attention import FAR_TOKENS, attend_far, is_far
-from kakeya.mlx.numerics.grid import exactness
+from kakeya.mlx.numerics.grid import SCORE_BYTES, exactness
 from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import VOCAB, write_model
 
@@ -54,6 +54,27 @@ def test_scores_of_any_size_have_weights(size: float) -> None:
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask="causal")
     found = attend_far(queries, keys, values, 1.0)
     assert mx.allclose(found, expected, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("bound", [1, 2000, 20_000])
+def test_scores_in_parts_give_what_they_give_at_once(
+    monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
+    mx.random.seed(2)
+    queries = mx.random.normal((1, 6, 9, 8))
+    keys, values = mx.random.normal((1, 3, 209, 8)), mx.random.normal((1, 3, 209, 5))
+    expected = attend_far(queries, keys, values, 0.3)
+    monkeypatch.setattr(attention, "SCORE_BYTES", bound)
+    assert mx.allclose(attend_far(queries, keys, values, 0.3), expected, atol=1e-6).item()
+
+
+def test_a_piece_behind_a_long_context_takes_bounded_memory() -> None:
+    queries, keys = mx.zeros((1, 8, 128, 16)), mx.zeros((1, 2, 20_000, 16))
+    mx.eval(queries, keys)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(attend_far(queries, keys, keys, 0.3))
+    assert mx.get_peak_memory() - before <= 4 * SCORE_BYTES < 8 * 128 * 20_000 * 4
 
 
 KEYS = mx.zeros((1, 2, FAR_TOKENS + 3, 4))
