@@ -24,7 +24,7 @@ from kakeya.generation.request import DecodeJob
 
 GOAL_US = 1000.0
 """Less than one step of the smallest model that is served."""
-DEPTHS = (16, 72, 216)
+DEPTHS = (16, 128, 384)
 CLIENTS = 16
 ROUNDS, REPEATS = 400, 7
 PLACES = EngineOptions().max_running

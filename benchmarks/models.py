@@ -86,6 +86,28 @@ def random_model(size: str) -> Path:
     return folder
 
 
+def quantized(source: Path, bits: int) -> Path:
+    """Make or find a folder with the weights of another one in so many bits, in groups of 64."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model
+
+    folder = Path(tempfile.gettempdir()) / f"kakeya-bench-{source.name}-{bits}bit"
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(exist_ok=True)
+    for path in source.glob("*.json"):
+        shutil.copy(path, folder / path.name)
+    network, config = load_model(source)
+    form = {"group_size": 64, "bits": bits}
+    nn.quantize(network, **form)
+    weights = dict(tree_flatten(network.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": form}))
+    return folder
+
+
 def sized_model(folder: Path, weights_mb: int, *, seed: int = 1) -> Path:
     """Write a random model whose weights take about so many MiB in 32 bits; returns its folder.
 

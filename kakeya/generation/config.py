@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kakeya.core.errors import ConfigError
-from kakeya.core.settings import Several, one_of, setting
+from kakeya.core.settings import Several, one_of, setting, whole
 from kakeya.generation.spec import ModelSpec, parse_model, parse_proposer
 
 
@@ -35,6 +35,14 @@ class ModelsConfig:
         one_of("offered", "working", "never"),
         "offered",
         key="models.awake",
+    )
+
+    rows: int = setting(
+        "the most generations of a model that run at the same time and share its forwards, where "
+        "more of them give more tokens per second and memory has room for their KV",
+        whole(1, 256, "generations"),
+        64,
+        key="models.rows",
     )
 
     def specs(self) -> tuple[ModelSpec, ...]:

@@ -34,7 +34,7 @@ from kakeya.generation.progress import LoadPhase
 from kakeya.mlx.context import context_tokens
 from kakeya.mlx.device import forbid_wired_limit
 from kakeya.mlx.lora import AdapterSlots
-from kakeya.mlx.numerics.blas import is_openblas, is_strip_faster
+from kakeya.mlx.numerics.blas import is_openblas, is_strip_faster, threads_for, use_threads
 from kakeya.mlx.numerics.openblas import Angles, suit
 from kakeya.prefix.names.weights import weights_state
 
@@ -126,11 +126,13 @@ def load(
     *,
     adapter_slots: int = 0,
     adapter_rank: int = 0,
+    blas_threads: int = 1,
     told: Callable[[LoadPhase, int, int], None] = lambda *_: None,
 ) -> LoadedModel:
     """Load weights into memory; with slots for so many adapters of at most this rank.
 
-    `told` hears how far it is: the phase, the bytes that were read, and all bytes.
+    OpenBLAS gets so many threads, 0 = as the model's size suggests. `told` hears how far it is: the
+    phase, the bytes that were read, and all bytes.
 
     Raises ConfigError when the folder lacks a part, or holds an architecture or weights that
     mlx-lm cannot read.
@@ -153,6 +155,7 @@ def load(
     beside.shutdown(wait=False)
     try:
         if is_cpu and is_openblas():
+            use_threads(blas_threads or threads_for(_weights(network)))
             angles, layout = suit(network, reading.has, in_strips=is_strip_faster())
         parameters = [value for _, value in tree_flatten(network.parameters())]
         reading.finish(parameters)
@@ -275,6 +278,12 @@ def _as_mlx_lm_reads(folder: Path) -> Iterator[Path]:
         for file in folder.glob("*.json"):
             Path(made, file.name).symlink_to(file.resolve())
         yield Path(made)
+
+
+def _weights(network: nn.Module) -> int:
+    """The count of float32 values, which are those that OpenBLAS multiplies."""
+    values = [value for _, value in tree_flatten(network.parameters())]
+    return sum(value.size for value in values if value.dtype == mx.float32)
 
 
 def _is_float(value: mx.array) -> bool:

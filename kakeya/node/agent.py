@@ -94,7 +94,7 @@ class Agent:
             config.models,
             EngineSetup(
                 command=engine_command,
-                options=EngineOptions(),
+                options=EngineOptions(max_running=config.chosen.rows),
                 sockets=sockets_folder(self._folder),
             ),
             data_dir=self._folder,

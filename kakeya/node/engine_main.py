@@ -108,14 +108,19 @@ def _parse(argv: list[str] | None) -> Namespace:
         "--kv-bytes", type=int, default=0, help="KV of running and kept sequences; 0 = as usual"
     )
     parser.add_argument(
-        "--max-running", type=int, default=8, help="most sequences at the same time"
+        "--max-running", type=int, default=64, help="most sequences at the same time"
     )
     parser.add_argument("--draft-rows", type=int, default=16, help="most rows in one draft block")
     parser.add_argument("--adapter-slots", type=int, default=0, help="adapters loaded at a time")
     parser.add_argument("--adapter-rank", type=int, default=16, help="largest rank of an adapter")
     parser.add_argument("--identity", type=Path, help="folder of the identity for calls to peers")
     parser.add_argument("--findings", type=Path, help="folder of what is known of models")
-    parser.add_argument("--blas-threads", type=int, default=1)
+    parser.add_argument(
+        "--blas-threads",
+        type=int,
+        default=0,
+        help="threads of OpenBLAS; 0 = as many as the machine and the model's size suggest",
+    )
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     return parser.parse_args(argv)
 
@@ -145,7 +150,7 @@ def load_model(options: Namespace) -> Model:
 
     told = LoadTeller(_say)
     told(LoadPhase.START)
-    accelerated = preload_blas(options.blas_threads)
+    accelerated = preload_blas(max(1, options.blas_threads))
     started = time.perf_counter()
     from kakeya.mlx.loader import load
     from kakeya.mlx.model import MlxModel
@@ -155,6 +160,7 @@ def load_model(options: Namespace) -> Model:
         options.model_id,
         adapter_slots=options.adapter_slots,
         adapter_rank=options.adapter_rank,
+        blas_threads=options.blas_threads,
         told=told,
     )
     told(LoadPhase.CHECK)

@@ -75,16 +75,14 @@ class EngineSetup:
     sockets: Path | None
 
 
-def _with_places(command: EngineCommand, most: Callable[[], int | None]) -> EngineCommand:
+def _with_places(command: EngineCommand, most: Callable[[], int]) -> EngineCommand:
     """Limit the sequences of an engine to the value of `most` at its start."""
 
     def for_model(spec: ModelSpec, resolved: str) -> Command:
         on_socket = command(spec, resolved)
 
         def with_most(socket: Path) -> Sequence[str]:
-            places = most()
-            more = () if places is None else ("--max-running", str(places))
-            return (*on_socket(socket), *more)
+            return (*on_socket(socket), "--max-running", str(most()))
 
         return with_most
 
@@ -263,14 +261,13 @@ class NodeMemory:
             platform=sys.platform,
         )
 
-    def _most_running(self) -> int | None:
-        """The most sequences of an engine that starts now; None = as configured."""
-        most = self.profile.max_running
-        return None if most is None else min(most, self._options.max_running)
+    def _most_running(self) -> int:
+        """The most sequences of an engine that starts now."""
+        most, configured = self.profile.max_running, self._options.max_running
+        return configured if most is None else min(most, configured)
 
     def _engine_options(self) -> EngineOptions:
-        most = self._most_running()
-        return self._options if most is None else replace(self._options, max_running=most)
+        return replace(self._options, max_running=self._most_running())
 
     def _register(self) -> None:
         config, options = self._config, self._engine_options()

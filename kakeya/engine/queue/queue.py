@@ -6,7 +6,7 @@ deadline passes; one that was parked before its first token ends as soon as it c
 deadline.
 
 Places go in the order of `policy`. Each question looks through all that wait: the gate in front of
-an engine admits 72 generations, 216 at most when many clients and users share it.
+an engine admits 128 generations, 384 at most when many clients and users share it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EngineQueue:
     """Belongs to the model thread.
 
     `waiting` are all rows that wait, `parked` those of them that have begun, in the order of
-    parking.
+    parking. At most `places` run; where it becomes less, those that run go on.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class EngineQueue:
         self._slots = slots
         self._facts = facts
         self._pace = pace
-        self._places = places
+        self.places = places
         self._memory_bytes = memory_bytes
         self._shares = FairShares()
         self.waiting: list[QueueRow] = []
@@ -259,7 +259,7 @@ class EngineQueue:
         """Plan a place and room for a row; None = there is none."""
         job = row.ticket.job
         lacks_bytes = self.room.lacks(row, job, row.length)
-        lacks_place = len(running) >= self._places
+        lacks_place = len(running) >= self.places
         if lacks_bytes > 0 and not lacks_place and self.growth.may_ask(lacks_bytes, now_s):
             return Admitted(row=row, needs_bytes=lacks_bytes)
         if (
@@ -348,8 +348,8 @@ class EngineQueue:
             row,
             self.waiting,
             running,
-            places=self._places,
-            place_every_s=self._pace.place_every_s(self._places),
+            places=self.places,
+            place_every_s=self._pace.place_every_s(self.places),
             stretch=stretch,
         )
         expected_s += self._pace.step_s

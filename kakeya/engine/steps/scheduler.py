@@ -39,7 +39,7 @@ from kakeya.engine.queue.rows import Admitted, EngineLoad, QueueRow, QueueTicket
 from kakeya.engine.steps.chores import Chores
 from kakeya.engine.steps.prefilling import Prefilling
 from kakeya.engine.steps.sequence import Launch, SequenceRun, SequenceTools
-from kakeya.engine.steps.shared_forwards import SharedForwards
+from kakeya.engine.steps.shared_forwards import SharedForwards, paying_rows
 from kakeya.generation.frames import Done, EngineFrame, KvExported, KvImported, Tokens
 
 __all__ = ["EngineLoad", "QueueTicket", "Scheduler"]
@@ -65,6 +65,7 @@ class Scheduler:
         self._room = self.limits.room
         self._model = model
         self._tools = tools
+        self._max_running = max_running
         self._inbox = Inbox(tools.timer)
         self._pace = Pace(model.facts)
         self._queue = EngineQueue(
@@ -72,7 +73,7 @@ class Scheduler:
             tools.slots,
             model.facts,
             self._pace,
-            places=max_running,
+            places=paying_rows(model.facts.forward_costs_s, max_running),
             memory_bytes=self.limits.room_bytes,
         )
         self._parking = Parking(self._queue, model.facts, tools.timer, lost=self._lose)
@@ -168,6 +169,7 @@ class Scheduler:
         facts = self._model.facts
         if facts is not before:
             self._pace.learn(facts)
+            self._queue.places = paying_rows(facts.forward_costs_s, self._max_running)
             if facts.forward_costs_s:
                 self._tools.controller.seed_costs(facts.forward_costs_s)
         self._keeps_limit = self.limits.holds()

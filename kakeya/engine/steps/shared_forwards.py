@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kakeya.core.log import event
 from kakeya.decoding.control.controller import DraftController
@@ -24,6 +24,34 @@ TURNS_S = 1.0
 """So long sequences take turns after a forward of several failed."""
 MOST_TURNS_S = 64.0
 """The longest such time: a forward that fails costs about as much as one that does not."""
+
+LEAST_ROWS = 8
+"""So many sequences run at the same time even where a step of them pays no more: each of a handful
+of agents sees its answer come."""
+PAYS = 1.1
+"""Twice the rows are worth it if they give so many times the tokens per second; each token of an
+answer comes later by them."""
+
+
+def paying_rows(costs_s: Mapping[int, float], most: int) -> int:
+    """The rows of a step, at most `most`, up to which more of them give more tokens per second.
+
+    `costs_s` are seconds of a forward by its rows, at least of LEAST_ROWS; otherwise nothing speaks
+    against `most`. Beyond the largest of them the last two say what a row adds.
+    """
+    known = sorted(costs_s)
+    if len(known) < 2 or known[-1] < LEAST_ROWS:
+        return most
+    before, last = known[-2:]
+    row_s = max(0.0, costs_s[last] - costs_s[before]) / (last - before)
+
+    def cost_s(rows: int) -> float:
+        return costs_s.get(rows, costs_s[last] + (rows - last) * row_s)
+
+    rows = LEAST_ROWS
+    while rows < most and cost_s(2 * rows) * PAYS <= 2 * cost_s(rows):
+        rows *= 2
+    return min(rows, most)
 
 
 class SharedForwards:

@@ -44,7 +44,7 @@ from kakeya.mlx.numerics.grid import is_cpu, sums_alike
 from kakeya.mlx.verifier import Landing, LaunchedStep, MlxVerifier, select
 
 _Found = TypeVar("_Found")
-BATCH_ROWS = 64
+BATCH_ROWS = 256
 """The most rows of one forward; the scheduler's own bound is usually lower."""
 _KINDS = (KVCache, QuantizedKVCache, RotatingKVCache)
 _ATTENTION = "scaled_dot_product_attention"

@@ -7,21 +7,27 @@ must run first.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import os
 import re
 import sys
+from pathlib import Path
 
 _UNCOPIED_CORES = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _NAMES = ("libopenblas.so.0", "libopenblas.so")
 
 
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_SHARED_WEIGHTS = 1 << 26
+"""A model with fewer has products too short for several threads, which then wait for each other."""
+
+
 def preload_blas(threads: int) -> bool:
     """Load OpenBLAS for everything that comes later; returns whether the CPU backend is fast.
 
-    OpenBLAS uses `threads`; one is best for small models, with products too short to share. True
-    on macOS, where mlx uses Accelerate.
+    OpenBLAS uses `threads` until `use_threads`. True on macOS, where mlx uses Accelerate.
     """
     if sys.platform == "darwin":
         return True
@@ -37,6 +43,34 @@ def preload_blas(threads: int) -> bool:
             continue
         return True
     return False
+
+
+def threads_for(weights: int, cores: int | None = None) -> int:
+    """The threads of OpenBLAS for a model with so many weights: all free cores, or one.
+
+    It is the same at every start, because bits depend on it: a core is free if this process may
+    use it, whatever else runs at the moment; one is left to the agent and the gateway.
+    """
+    cores = usable_cores() if cores is None else cores
+    return max(1, cores - 1) if weights >= _SHARED_WEIGHTS else 1
+
+
+def usable_cores(quota: Path = _CPU_QUOTA) -> int:
+    """The cores that this process may use, by its affinity and its control group."""
+    cores = os.cpu_count() or 1
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    try:
+        allowed, period = quota.read_text().split()
+        return max(1, min(cores, int(allowed) // int(period)))
+    except (OSError, ValueError):  # no control group, or one without a quota ("max")
+        return cores
+
+
+def use_threads(threads: int) -> None:
+    """Let OpenBLAS use so many threads from now on."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).openblas_set_num_threads(threads)
 
 
 def blas_name() -> str:
