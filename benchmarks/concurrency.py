@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kakeya.mlx.numerics.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas, use_threads
 
 preload_blas(threads=1)
 
@@ -23,7 +23,7 @@ from mlx_lm import batch_generate, load  # noqa: E402
 
 from benchmarks.gateway import TOKENS, completion, post, unique_prompt  # noqa: E402
 from benchmarks.models import NAMED, REAL, any_model, quantized, repeats  # noqa: E402
-from benchmarks.nodes import MlxLmServer, wait_ready  # noqa: E402
+from benchmarks.nodes import MlxLmServer, blas_threads, wait_ready  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
 from kakeya.cli.child import NodeProcess  # noqa: E402
 
@@ -55,8 +55,9 @@ def rate(ask: Callable[[], object], clients: int) -> float:
     return clients * ROUNDS * TOKENS / (time.perf_counter() - started)
 
 
-async def compare(folder: Path, counts: tuple[int, ...] = CLIENTS) -> None:
+async def compare(folder: Path, counts: tuple[int, ...] = CLIENTS, kind: str = "") -> None:
     network, tokenizer = load(str(folder))
+    use_threads(blas_threads(folder))
     taken: dict[tuple[str, int], list[float]] = {}
 
     def inside(clients: int) -> float:
@@ -83,17 +84,19 @@ async def compare(folder: Path, counts: tuple[int, ...] = CLIENTS) -> None:
                         found = await asyncio.to_thread(rate, ask, clients)
                         taken.setdefault((name, clients), []).append(found)
                     taken.setdefault(("batch", clients), []).append(inside(clients))
-    say(folder, counts, {key: median(values) for key, values in taken.items()})
+    say(folder, counts, {key: median(values) for key, values in taken.items()}, kind)
 
 
-def say(folder: Path, counts: tuple[int, ...], rates: dict[tuple[str, int], float]) -> None:
+def say(
+    folder: Path, counts: tuple[int, ...], rates: dict[tuple[str, int], float], kind: str
+) -> None:
     goals = REAL_GOALS if NAMED else GOALS
     for baseline, name in (("server", "mlx_lm.server"), ("batch", "in-process batch_generate")):
         for clients in counts:
             least = goals[baseline][CLIENTS.index(clients)]
             ratio = rates["ours", clients] / rates[baseline, clients]
             emit(
-                f"{clients} clients, 64-token requests, tokens/s, against {name}",
+                f"{clients} clients, 64-token requests{kind}, tokens/s, against {name}",
                 model=folder.name,
                 ours=rates["ours", clients],
                 baseline=rates[baseline, clients],
@@ -107,4 +110,6 @@ if __name__ == "__main__":
     asyncio.run(compare(any_model("3m")))
     if NAMED and Path(NAMED) == REAL:
         for bits in (8, 4):
-            asyncio.run(compare(quantized(REAL, bits), (QUANTIZED_CLIENTS,)))
+            asyncio.run(
+                compare(quantized(REAL, bits), (QUANTIZED_CLIENTS,), f", {bits}-bit weights")
+            )

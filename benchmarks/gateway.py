@@ -17,19 +17,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from kakeya.mlx.numerics.blas import preload_blas
+from kakeya.mlx.numerics.blas import preload_blas, use_threads
 
 preload_blas(threads=1)
 
 from mlx_lm import load, stream_generate  # noqa: E402
 
 from benchmarks.models import EMBEDDED, NAMED, any_model, repeats  # noqa: E402
-from benchmarks.nodes import CODE, MlxLmServer, wait_ready  # noqa: E402
+from benchmarks.nodes import CODE, MlxLmServer, blas_threads, wait_ready  # noqa: E402
 from benchmarks.report import emit, median  # noqa: E402
 from kakeya.cli.child import NodeProcess  # noqa: E402
 
 TOKENS = 64
 REPEATS = 15
+PLAIN_GOAL, DRAFTED_GOAL = (1.05, 1.5) if NAMED else (1.4, 3.2)
+"""On a model that was named, the least that is to be reached is 1.0."""
 _WORDS = ("import", "os", "sys", "json", "time", "class", "def", "return", "value", "self")
 _serial = itertools.count()
 
@@ -65,6 +67,7 @@ async def compare(folder: Path, *, dense: bool) -> None:
     """`dense`: the folder holds float32, so that stream_generate computes what our engine does."""
     ours_id = folder.name
     network, tokenizer = load(str(folder))
+    use_threads(blas_threads(folder))
     taken: dict[str, list[float]] = {
         name: [] for name in ("inside", "ours", "theirs", "ours_stream", "theirs_stream")
     }
@@ -90,12 +93,13 @@ async def compare(folder: Path, *, dense: bool) -> None:
     say(folder.name, {name: median(values) for name, values in taken.items()}, dense=dense)
     ours, theirs = median(repetitive["ours"]), median(repetitive["theirs"])
     emit(
-        f"64-token request on repetitive text with n-gram drafts, ms, {folder.name}",
+        "64-token request on repetitive text with n-gram drafts, ms",
+        model=folder.name,
         ours=1000 * ours,
         baseline=1000 * theirs,
         ratio=theirs / ours,
-        goal=">= 2x mlx_lm.server",
-        met=theirs / ours >= 2,
+        goal=f">= {DRAFTED_GOAL}x mlx_lm.server",
+        met=theirs / ours >= DRAFTED_GOAL,
     )
 
 
@@ -104,7 +108,8 @@ def say(name: str, seconds: dict[str, float], *, dense: bool) -> None:
     theirs_ms = 1000 * (seconds["theirs_stream"] - seconds["inside"]) / TOKENS
     if dense:
         emit(
-            f"streaming overhead over in-process stream_generate, ms/token, {name}",
+            "streaming overhead over in-process stream_generate, ms/token",
+            model=name,
             ours=ours_ms,
             baseline=theirs_ms,
             ratio=ours_ms / theirs_ms,
@@ -112,12 +117,13 @@ def say(name: str, seconds: dict[str, float], *, dense: bool) -> None:
             met=ours_ms <= 0.15 and ours_ms <= theirs_ms / 4,
         )
     emit(
-        f"64-token request, ms, {name}",
+        "64-token request, ms",
+        model=name,
         ours=1000 * seconds["ours"],
         baseline=1000 * seconds["theirs"],
         ratio=seconds["theirs"] / seconds["ours"],
-        goal=">= 1.15x mlx_lm.server",
-        met=seconds["theirs"] / seconds["ours"] >= 1.15,
+        goal=f">= {PLAIN_GOAL}x mlx_lm.server",
+        met=seconds["theirs"] / seconds["ours"] >= PLAIN_GOAL,
     )
 
 

@@ -3,7 +3,7 @@
 Random weights of chosen sizes, with kakeya-tiny's tokenizer: their greedy texts are cyclic, so
 drafting on them shows the ceiling. Folders are made once, below the system's temporary directory.
 Real text is benchmarked on kakeya-tiny, and on the model of real size that `scripts/real_model`
-makes: `scripts/bench --model real`.
+makes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REAL = Path(
 """The folder of the model of real size, once `scripts/real_model` has made it."""
 NAMED = os.environ.get("KAKEYA_BENCH_MODEL")
 """The model folder of `scripts/bench --model`, for benchmarks that take any model."""
-_SHAPES = {
+SHAPES = {
     "05m": {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 352},
     "3m": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704},
     "89m": {
@@ -69,7 +69,7 @@ def random_model(size: str) -> Path:
     if (folder / "model.safetensors").exists():
         return folder
     folder.mkdir(exist_ok=True)
-    config = json.loads((EMBEDDED / "config.json").read_text()) | _SHAPES[size]
+    config = json.loads((EMBEDDED / "config.json").read_text()) | SHAPES[size]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, folder / name)
     mx.random.seed(7)

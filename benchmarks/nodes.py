@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.models import EMBEDDED
 from kakeya.cli.child import NodeProcess
+from kakeya.mlx.numerics.blas import threads_for
 from kakeya.sessions.client import Client
 
 CODE = """class Point:
@@ -32,9 +33,15 @@ CODE = """class Point:
 """
 _WAIT_S = 180.0
 _SERVER = (
-    "import runpy, sys; from kakeya.mlx.numerics.blas import preload_blas; preload_blas(1); "
-    "sys.argv[0] = 'mlx_lm.server'; runpy.run_module('mlx_lm.server', run_name='__main__')"
+    "import runpy, sys; from kakeya.mlx.numerics.blas import preload_blas; "
+    "preload_blas(int(sys.argv.pop(1))); sys.argv[0] = 'mlx_lm.server'; "
+    "runpy.run_module('mlx_lm.server', run_name='__main__')"
 )
+
+
+def blas_threads(model: Path) -> int:
+    """The threads that OpenBLAS has in our engine for a float32 model; baselines get as many."""
+    return threads_for(sum(file.stat().st_size for file in model.glob("*.safetensors")) // 4)
 
 
 def code_ids(repeats: int = 4) -> list[int]:
@@ -89,7 +96,7 @@ def request(
 
 
 class MlxLmServer:
-    """mlx_lm.server on a free port, with OpenBLAS preloaded like our engines."""
+    """mlx_lm.server on a free port, with OpenBLAS like our engines, and as many threads."""
 
     def __init__(self, model: Path) -> None:
         with socket.socket() as probe:
@@ -97,7 +104,8 @@ class MlxLmServer:
             port = probe.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
         self.model = str(model)
-        self._command = [sys.executable, "-c", _SERVER, "--model", self.model, "--port", str(port)]
+        program = (sys.executable, "-c", _SERVER, str(blas_threads(model)))
+        self._command = [*program, "--model", self.model, "--port", str(port)]
         self._child: subprocess.Popen[bytes] | None = None
         self.start_s = 0.0
 

@@ -106,7 +106,8 @@ def compare(name: str, folder: str, prompt: list[int], temperature: float, goal:
     )
     ours, theirs = median(taken["drafted"]), median(taken["mlx_lm"])
     emit(
-        f"n-gram speculation, tokens/s, {name}",
+        "n-gram speculation, tokens/s",
+        model=name,
         ours=ours,
         baseline=theirs,
         ratio=ours / theirs,
