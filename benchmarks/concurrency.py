@@ -78,6 +78,8 @@ async def compare(folder: Path, counts: tuple[int, ...] = CLIENTS, kind: str = "
             def theirs() -> float:
                 return post(server.address, completion(server.model, unique_prompt()))
 
+            for ask in (ours, theirs):  # both try out a model when requests first meet
+                await asyncio.to_thread(rate, ask, 2)
             for _ in range(repeats(REPEATS)):
                 for clients in counts:
                     for name, ask in (("ours", ours), ("server", theirs)):
