@@ -273,8 +273,12 @@ class AdapterManager:
                 for base, queue in self._queues.items()
             },
             "retired": sorted(adapter.adapter_id for adapter in self._retired),
-            "problems": dict(self._problems),
+            "problems": self.problems(),
         }
+
+    def problems(self) -> dict[str, str]:
+        """Problems of adapters that are damaged, by model id or by the name of the file."""
+        return self._store.set_aside | self._problems
 
     def describe(self, record: AdapterRecord) -> AdapterSnapshot:
         """The tier and the use of an adapter. Raises NotFound when it is gone."""

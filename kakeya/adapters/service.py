@@ -42,6 +42,10 @@ class AdapterService(AdapterServiceServicer):
         found = [self._info(record) for record in self._adapters.records()]
         for info in found:
             info.problem = stale.get(info.model_id, "")
+        found += [
+            pb.AdapterInfo(model_id=name, problem=problem)
+            for name, problem in self._adapters.problems().items()
+        ]
         return pb.ListAdaptersResponse(adapters=found)
 
     async def RemoveAdapter(

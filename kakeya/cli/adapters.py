@@ -110,6 +110,9 @@ def _list(folder: Path, *, as_json: bool) -> int:
         print("no adapters; kakeya adapters add NAME --base MODEL --path DIR", file=sys.stderr)
     width = max((len(adapter.model_id) for adapter in found), default=0)
     for adapter in found:
+        if not adapter.tier:
+            print(f"{adapter.model_id:<{width}}  {adapter.problem}")
+            continue
         whose = f"  of {adapter.owner}" if adapter.owner else ""
         print(
             f"{adapter.model_id:<{width}}  {adapter.tier:<4}  rank {adapter.rank:<3} "

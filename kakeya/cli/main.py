@@ -1,8 +1,9 @@
 """The command line beside the daemon: status, plan, generate, demo, doctor, and fleet commands.
 
-Each command finds the node that runs in the data directory, or takes `--node HOST:PORT`, the
-address of a node's HTTP interface. Exit status: 0 done, 1 the node refused or does not run, 2 the
-command line is wrong.
+Each command finds the node that runs in the data directory. The commands status, plan and generate
+also take `--node HOST:PORT`, the address of a node's HTTP interface; the others act as the owner of
+a node, on its own machine. Exit status: 0 done, 1 the node refused or does not run, 2 the command
+line is wrong.
 """
 
 from __future__ import annotations

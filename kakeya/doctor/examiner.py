@@ -44,7 +44,8 @@ class FleetView:
 
     `skews` are seconds by which peers' clocks are ahead, by node id; `route` is the address of
     calls to a node now. `is_revoked` takes a node id; `why_not_dial` takes an address of a card and
-    returns "" or the reason against it; `mdns` is None where nothing is announced.
+    returns "" or the reason against it; `mdns` is None where nothing is announced;
+    `warnings` are the node's own of its status.
     """
 
     identity: Callable[[], Identity | None]
@@ -53,6 +54,7 @@ class FleetView:
     route: Callable[[Card], str]
     why_not_dial: Callable[[str], str] = lambda address: ""
     mdns: Callable[[], DiscoveryStats | None] = lambda: None
+    warnings: Callable[[], Sequence[str]] = list
 
 
 class Examiner:
@@ -136,6 +138,9 @@ class Examiner:
         clock = checks.check_own_clock(self._view.skews(), self._machine.platform)
         conflicts = [c.address for c in self._registry.conflicts(now) if c.is_own]
         ids = checks.check_conflicts(conflicts, data_dir=str(self._machine.data_dir))
+        lines += [
+            warning("node", text, shell("kakeya", "status")) for text in self._view.warnings()
+        ]
         mdns = self._view.mdns()
         if mdns is not None:
             lines.append(machine_checks.check_multicast(mdns, self._machine.platform))

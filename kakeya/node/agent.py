@@ -285,6 +285,7 @@ class Agent:
             watchdog=self._watchdog,
             tasks=self._tasks.health,
         )
+        self._services.doctor.warnings = overview.warnings
         app = build_app(
             self._models,
             self._services.drafts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +25,8 @@ class Doctor:
         self, plane: NodeFleet, folder: Path, *, clock: Clock, environ: Mapping[str, str]
     ) -> None:
         """`environ` is the environment of the node."""
+        self.warnings: Callable[[], Sequence[str]] = list
+        """Lists sentences about the node; set once there is one."""
         dialler = Dialler(
             clock, open_channels=lambda keepalive: Channels(keepalive, security=plane.security)
         )
@@ -41,6 +43,7 @@ class Doctor:
             skews=plane.skews,
             route=plane.routes.address_for,
             why_not_dial=plane.why_not_dial,
+            warnings=lambda: self.warnings(),
             mdns=lambda: plane.discovery.stats if plane.discovery else None,
         )
         self._examiner = Examiner(

@@ -15,7 +15,7 @@ from kakeya.node.pages import NodePages
 from kakeya.node.services import Services
 from kakeya.node.state import NodeState
 from kakeya.node.state_writer import StateWriter
-from kakeya.node.status import NodeView, describe
+from kakeya.node.status import NodeView, describe, own_warnings
 from kakeya.node.watchdog import LoopWatchdog
 from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.wire.server.health import NodeHealth
@@ -42,30 +42,37 @@ class Overview:
 
     def status(self) -> Json:
         """Describe the node, and the fleet in its view."""
+        return describe(self._view())
+
+    def warnings(self) -> list[str]:
+        """List warnings about the node itself, a sentence each."""
+        return own_warnings(self._view())
+
+    def _view(self) -> NodeView:
         plane, mono = self.plane, self.clock.mono()
         cards = plane.registry.snapshot(mono=mono)
-        return describe(
-            NodeView(
-                node_id=plane.registry.node_id,
-                grpc=plane.reach.grpc,
-                http=self.http,
-                listeners=self.listeners.addresses,
-                uptime_s=mono - self.started_mono,
-                now=self.clock.wall(),
-                mono=mono,
-                not_serving=self.health.reason(),
-                cards=cards,
-                fleet=plane.view(cards),
-                models=self.memory.engines.models(),
-                memory=self.memory.status(),
-                adapters=self.pages.adapters.status(),
-                prefixes={
-                    **self.pages.prefixes.status(),
-                    "peers": self.services.peers.status(),
-                },
-                precache=self.precache.status(),
-                state_error=self.keeper.error,
-            )
+        return NodeView(
+            node_id=plane.registry.node_id,
+            grpc=plane.reach.grpc,
+            http=self.http,
+            listeners=self.listeners.addresses,
+            uptime_s=mono - self.started_mono,
+            now=self.clock.wall(),
+            mono=mono,
+            not_serving=self.health.reason(),
+            cards=cards,
+            fleet=plane.view(cards),
+            models=self.memory.engines.models(),
+            memory=self.memory.status(),
+            adapters=self.pages.adapters.status(),
+            prefixes={
+                **self.pages.prefixes.status(),
+                "peers": self.services.peers.status(),
+            },
+            precache=self.precache.status(),
+            plugins=self.memory.plugins,
+            damaged=self.pages.adapters.manager.problems(),
+            state_error=self.keeper.error,
         )
 
     def figures(self) -> Iterator[Figure]:

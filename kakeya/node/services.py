@@ -81,10 +81,10 @@ class Services:
         self._precache = PrecacheService(models, precache)
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=clock)
         self._streams = DraftStreamService(self._proposers, clock=clock)
-        self._doctor = Doctor(plane, data_dir, clock=clock, environ=os.environ)
+        self.doctor = Doctor(plane, data_dir, clock=clock, environ=os.environ)
         self._control = ControlService(
             plane.membership or NoFleet(),
-            examine=self._doctor.examine_json,
+            examine=self.doctor.examine_json,
             dispatch=dispatch,
         )
         self._adapters = AdapterService(pages.adapters.manager)
@@ -107,7 +107,7 @@ class Services:
         self._plane.register(server)
         if self._shares_prefixes:
             self.peers.register(server)
-        self._doctor.register(server)
+        self.doctor.register(server)
         add_RuntimeServiceServicer_to_server(self.runtime, server)
         add_PrecacheServiceServicer_to_server(self._precache, server)
         add_ProposerServiceServicer_to_server(self._proposers, server)

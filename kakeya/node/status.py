@@ -24,8 +24,9 @@ from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_deco
 from kakeya.fleet.view.conflicts import IdConflict
 from kakeya.fleet.view.skew import WARN_S
 from kakeya.fleet.view.suspicion import Doubt
-from kakeya.generation.facts import ModelFacts
+from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.spec import ModelSpec
+from kakeya.memory.plugins import PluginReport
 from kakeya.node.figures import gossip_figures
 
 
@@ -73,6 +74,9 @@ class NodeView:
     adapters: Json
     prefixes: Json
     precache: Json
+    plugins: Sequence[PluginReport]
+    damaged: Mapping[str, str]
+    """Problems of damaged adapters, by name."""
     state_error: str
 
 
@@ -122,11 +126,30 @@ def _identity(fleet: FleetStatus, now: float) -> Json | None:
     }
 
 
+def own_warnings(view: NodeView) -> list[str]:
+    """List warnings about the node itself, a sentence each."""
+    found = [view.not_serving] if view.not_serving else []
+    found += [
+        f"the model {spec.model_id} is not served: {backend.last_error}"
+        for spec, backend in view.models
+        if backend is not None and backend.state is ModelState.FAILED
+    ]
+    found += [
+        f"the plug-in {report.name} ({report.origin}) is not used: {report.error}"
+        for report in view.plugins
+        if report.error is not None
+    ]
+    found += [f"the adapter {name}: {problem}" for name, problem in view.damaged.items()]
+    if view.state_error:
+        found.append(f"the state file cannot be written: {view.state_error}")
+    return found
+
+
 def _warnings(view: NodeView) -> list[str]:
     """List warnings for the owner, a sentence each."""
     fleet = view.fleet
     names = {card.node_id: card.label or card.node_id for card in view.cards}
-    found = [view.not_serving] if view.not_serving else []
+    found = own_warnings(view)
     for conflict in fleet.conflicts:
         whose = (
             "this node's id"
@@ -168,8 +191,6 @@ def _warnings(view: NodeView) -> list[str]:
         for route in fleet.routes.values()
         if route.is_downgraded
     ]
-    if view.state_error:
-        found.append(f"the state file cannot be written: {view.state_error}")
     return found
 
 

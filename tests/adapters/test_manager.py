@@ -249,6 +249,9 @@ async def test_a_damaged_first_line_is_found_at_the_start(tmp_path: Path, spoil)
         await asyncio.to_thread((node.folder / ".x.klora.tmp123").write_bytes, b"half")
     async with world(tmp_path) as node:
         assert [r.name for r in node.adapters.records()] == ["a2"]
+        problems = node.adapters.problems()
+        assert list(problems) == [f"{path.name}.damaged"]
+        assert "add it again" in problems[f"{path.name}.damaged"]
         names = sorted(path.suffix for path in node.folder.iterdir())
         assert names == [".damaged", ".klora"]
 

@@ -88,6 +88,7 @@ class SmallNode:
     revoked: set[str] = field(default_factory=set)
     forbidden: dict[str, str] = field(default_factory=dict)
     """Why the policy is against an address."""
+    warnings: tuple[str, ...] = ()
 
     def offer(self, *endpoints: Endpoint, label: str = "") -> None:
         """Say on the card where this node is."""
@@ -111,6 +112,7 @@ class SmallNode:
             skews=lambda: self.skews,
             route=self._route,
             why_not_dial=lambda address: self.forbidden.get(address, ""),
+            warnings=lambda: self.warnings,
         )
         return Examiner(
             self.registry,

@@ -57,6 +57,15 @@ async def test_two_healthy_nodes_have_nothing_to_mend(tmp_path: Path) -> None:
     assert report.seconds < 9
 
 
+async def test_warnings_of_the_node_itself_are_in_its_report(tmp_path: Path) -> None:
+    async with small_node(tmp_path, "one") as one:
+        one.warnings = ("the plug-in rerank (reranker:capability) is not used: it is broken",)
+        report = await one.examiner().examine("")
+    line = next(line for line in report.lines if line.what == "node")
+    assert (line.level, line.detail) == (Severity.WARNING, one.warnings[0])
+    assert line.command == "kakeya status"
+
+
 async def test_two_members_examine_each_other_over_tls(tmp_path: Path) -> None:
     fleet = new_fleet("one", time.time())
     authority = authority_of(fleet)

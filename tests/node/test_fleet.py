@@ -20,6 +20,7 @@ from kakeya.fleet.paths.interfaces import source_host
 from kakeya.fleet.paths.round_trips import SETTLE_S, STEPS_MS
 from kakeya.fleet.view.suspicion import Doubt, sign_of
 from kakeya.fleet.view.tombstones import RegistryState
+from kakeya.memory.plugins import PluginReport
 from kakeya.node.fleet import Chances, NodeFleet
 from kakeya.node.state import NodeState
 from kakeya.node.status import Json, NodeView, describe
@@ -148,7 +149,8 @@ async def test_a_failed_call_doubts_the_node_that_is_reached_there(plane: NodeFl
     assert plane.registry.suspects() == {HONEST}
 
 
-def status_of(plane: NodeFleet) -> Json:
+def status_of(plane: NodeFleet, **beside: object) -> Json:
+    told = {"plugins": (), "damaged": {}, "models": (), **beside}
     cards = plane.registry.snapshot(mono=SystemClock().mono())
     return describe(
         NodeView(
@@ -162,12 +164,12 @@ def status_of(plane: NodeFleet) -> Json:
             not_serving="",
             cards=cards,
             fleet=plane.view(cards),
-            models=(),
             state_error="",
             memory={},
             adapters={},
             prefixes={},
             precache={},
+            **told,
         )
     )
 
@@ -183,6 +185,15 @@ async def test_a_node_of_another_protocol_is_told_with_both_ranges(plane: NodeFl
     assert fleet["warnings"] == [
         "newer speaks versions 7 to 9 of the fleet's protocol and this node 1 to 1; "
         "update the older one"
+    ]
+
+
+async def test_what_a_node_cannot_use_stands_among_its_warnings(plane: NodeFleet) -> None:
+    report = PluginReport(name="rerank", origin="reranker:capability", error="No module named 'x'")
+    fleet = status_of(plane, plugins=(report,), damaged={"a.klora.damaged": "damaged: cut off"})
+    assert fleet["fleet"]["warnings"] == [  # type: ignore[index,call-overload]
+        "the plug-in rerank (reranker:capability) is not used: No module named 'x'",
+        "the adapter a.klora.damaged: damaged: cut off",
     ]
 
 

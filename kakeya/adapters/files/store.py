@@ -89,6 +89,8 @@ class AdapterStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.set_aside: dict[str, str] = {}
+        """Damaged files without a readable record, found by `scan`: problems by file name."""
         self._writing = threading.Lock()
 
     def scan(self) -> Iterator[AdapterRecord]:
@@ -107,7 +109,8 @@ class AdapterStore:
                     with path.open("rb") as file:
                         record, _ = _read_record(file.read(_HEADER_BYTES))
                 except (InvalidArgument, OSError) as problem:
-                    self._set_aside(path, str(problem))
+                    aside = self._set_aside(path, str(problem))
+                    self.set_aside[aside.name] = f"damaged: {problem}; add it again"
                     continue
                 yield record
 
