@@ -66,10 +66,16 @@ class NodeConfig:
         variable="KAKEYA_HOME",
     )
     log_format: Literal["text", "json"] = setting(
-        "format of the log on stderr (text)",
+        "format of the log (text)",
         one_of("text", "json"),
         "text",
         argument="text|json",
+    )
+    log_file: Path | None = setting(
+        "write the log to this file, renamed at 8 MiB, instead of stderr",
+        folder,
+        None,
+        argument="FILE",
     )
     sessions: SessionConfig = field(default_factory=SessionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

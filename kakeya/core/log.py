@@ -1,4 +1,4 @@
-"""Logging: standard library, a logger per module, key=value or JSON lines, to stderr."""
+"""Logging: standard library, a logger per module, key=value or JSON lines, to stderr or a file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
+FILE_BYTES = 8 << 20
+OLD_FILES = 4
+"""A log file is renamed to `*.1` at `FILE_BYTES`; so many old ones are kept."""
 _FIELDS = "kakeya_fields"
 
 
@@ -44,9 +49,19 @@ def _quoted(value: object) -> str:
     return json.dumps(text) if " " in text or not text or not text.isprintable() else text
 
 
-def configure(log_format: LogFormat = "text", level: int = logging.INFO) -> None:
-    """Send every `kakeya` record to stderr in one format. Called once, by a composition root."""
-    handler = logging.StreamHandler(sys.stderr)
+def configure(
+    log_format: LogFormat = "text", level: int = logging.INFO, file: Path | None = None
+) -> None:
+    """Send every `kakeya` record to a file, None = stderr. Called once, by a composition root.
+
+    Raises OSError for a file that cannot be written.
+    """
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = RotatingFileHandler(
+            file, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8"
+        )
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     root = logging.getLogger("kakeya")
     root.handlers[:] = [handler]

@@ -9,7 +9,8 @@ from kakeya.doctor.report import shell
 
 LOCAL_NETWORK = (
     "System Settings > Privacy & Security > Local Network must allow the program that starts "
-    "kakeya-node (Terminal, iTerm or python)"
+    "kakeya-node: iTerm, an editor, or python for a launchd agent (Terminal, ssh and a launchd "
+    "daemon need no permission)"
 )
 OPEN_LOCAL_NETWORK = shell(
     "open", "x-apple.systempreferences:com.apple.preference.security?Privacy_LocalNetwork"

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _allow_files()
     try:
         settings = config.load(sys.argv[1:] if argv is None else argv, os.environ)
-        log.configure(settings.log_format)
+        _open_log(settings)
         # Before the slow imports, so that a second node is refused at once.
         with DataDir(settings.data_dir) as home:
             status = asyncio.run(_run(settings, home))
@@ -52,6 +52,16 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _open_log(settings: config.NodeConfig) -> None:
+    try:
+        log.configure(settings.log_format, file=settings.log_file)
+    except OSError as problem:
+        raise ConfigError(
+            f"--log-file {settings.log_file}: {problem.strerror or problem}; give a file that can "
+            "be written, or none for stderr"
+        ) from problem
 
 
 def _allow_files() -> None:
@@ -108,8 +118,10 @@ def _stop_on_signals(stopped: asyncio.Event, limit_s: float) -> None:
         watchdog.start()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGINT, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps a node from it
+        loop.add_signal_handler(signal.SIGHUP, stop)
 
 
 def _leave(why: str) -> NoReturn:

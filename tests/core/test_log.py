@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from kakeya.core import log as log_module
 from kakeya.core.log import configure, event
 
 
@@ -20,3 +21,22 @@ def test_a_value_cannot_begin_a_line_of_its_own(capsys):
     assert written.rstrip("\n").isprintable()
     assert "peer=a" in written
     assert 'empty=""' in written
+
+
+def test_a_log_file_is_renamed_before_it_is_too_long(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(log_module, "FILE_BYTES", 200)
+    log, file = logging.getLogger("kakeya.test"), tmp_path / "logs" / "node.log"
+    configure("json", file=file)
+    try:
+        for number in range(20):
+            event(log, "a line", number=number)
+    finally:
+        for handler in logging.getLogger("kakeya").handlers:
+            handler.close()
+        logging.getLogger("kakeya").handlers.clear()
+        logging.getLogger("kakeya").propagate = True
+    assert capsys.readouterr().err == ""
+    kept = sorted(path.name for path in file.parent.iterdir())
+    assert kept == ["node.log", *(f"node.log.{age}" for age in range(1, 5))]
+    assert all(path.stat().st_size <= 200 for path in file.parent.iterdir())
+    assert '"number": 19' in file.read_text()

@@ -154,9 +154,12 @@ async def test_a_node_that_is_open_to_all_says_so_at_every_start(tmp_path: Path)
     assert said not in node.log_file.read_text()
 
 
-async def test_sigint_stops_it_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+async def test_ctrl_c_and_a_closed_terminal_stop_it_too(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
-        node.send(signal.SIGINT)
+        node.send(number)
         assert await node.wait() == 0
 
 
