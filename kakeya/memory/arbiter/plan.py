@@ -102,7 +102,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhausted:
-    """Pressure lasts and nothing can be evicted: all residents are in use, pinned or text."""
+    """Pressure lasts and nothing could be evicted, at first or for a while: all residents are in
+    use, pinned or text."""
 
     level: PressureLevel
     kept: tuple[ResidentKey, ...]

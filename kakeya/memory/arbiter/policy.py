@@ -99,7 +99,8 @@ class Rules:
     cooldown_s: float = 5.0
     """Between two evictions under low pressure: one poll, so that the effect is seen first."""
     exhausted_s: float = 60.0
-    """Between two reports that pressure finds nothing to evict."""
+    """Between two reports that pressure finds nothing to evict, and between the last eviction under
+    this pressure and such a report."""
     low_step_bytes: int = 32 * MIB
     """The least that low pressure takes of a tenant at once; else half of its spare bytes."""
 

@@ -17,7 +17,7 @@ class Reclaimer:
         self._planner = planner
         self._rules = rules
         self._relieved_mono = float("-inf")
-        self._reported_mono = float("-inf")
+        self._reported_mono = self._took_mono = float("-inf")
         self._wanted: int | None = None
         self.level = PressureLevel.NOMINAL
 
@@ -29,6 +29,8 @@ class Reclaimer:
         """
         if level > self.level:
             self._relieved_mono = self._reported_mono = float("-inf")
+        if self.level is PressureLevel.NOMINAL:
+            self._took_mono = float("-inf")
         self.level = level
         self._wanted = None
         if wanted_bytes is not None:
@@ -56,7 +58,7 @@ class Reclaimer:
         ]
         if self.level is not PressureLevel.NOMINAL:
             due.append(self._relieved_mono + self._rules.cooldown_s)
-            due.append(self._reported_mono + self._rules.exhausted_s)
+            due.append(self._report_mono)
         return due
 
     def _unload_overdue(self, answer: DraftOutcome, now: float) -> None:
@@ -97,14 +99,17 @@ class Reclaimer:
             self.level, residents, tenants, wanted_bytes=self._wanted, now=now, rules=self._rules
         )
         if taken.victims or taken.shrinks:
-            self._relieved_mono = now
+            self._relieved_mono = self._took_mono = now
             asked = self._wanted or 0
             answer.plans.append(self._planner.relief(taken, Reason.PRESSURE, asked))
             self._wanted = None if self._wanted is None else taken.short_bytes
-        elif self._wanted != 0 and not is_busy and self._is_to_report(now):
+        elif self._wanted != 0 and not is_busy and now >= self._report_mono:
             self._reported_mono = now
             kept = tuple(one.key for one in residents)
             answer.exhausted = Exhausted(level=self.level, kept=kept)
 
-    def _is_to_report(self, now: float) -> bool:
-        return now >= self._reported_mono + self._rules.exhausted_s
+    @property
+    def _report_mono(self) -> float:
+        """The next time at which a shortage is reported: long after the last report, and after the
+        last time that something was taken."""
+        return max(self._reported_mono, self._took_mono) + self._rules.exhausted_s

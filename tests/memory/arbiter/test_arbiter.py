@@ -598,6 +598,22 @@ def test_pressure_that_finds_nothing_says_so_and_not_all_the_time() -> None:
     assert world.resident == {"see"}
 
 
+def test_a_shortage_is_not_one_of_nothing_to_take_right_after_something_was_taken() -> None:
+    world = World.of(1000)
+    world.use(ask("see"))
+    world.take(world.arbiter.observe(PressureLevel.LOW, None, 0))
+    assert world.resident == set()
+    world.wait(1)
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, world.now))
+    world.wait(58)
+    assert not world.exhausted
+    world.wait(2)
+    assert len(world.exhausted) == 1, "it lasts, and nothing else is to be had"
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, None, world.now))
+    world.take(world.arbiter.observe(PressureLevel.CRITICAL, None, world.now))
+    assert len(world.exhausted) == 2, "another shortage, in which nothing was taken"
+
+
 def _with_pages(world: World, size: int) -> dict[str, Tenant]:
     tenants = {"pages": Tenant(name="pages", rung=Rung.PAGES, held_bytes=size, spare_bytes=size)}
     world.arbiter.report(tenants["pages"])
