@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Literal, TypeVar
 
 Json = dict[str, object]
@@ -95,6 +95,15 @@ def _figure(
     told = value if isinstance(value, Mapping) else {(): value}
     values = {(str(at),) if isinstance(at, str) else tuple(at): one for at, one in told.items()}
     return Figure(kind, name, help, values, tuple(labels), key)
+
+
+def from_zero(counts: Mapping[Label, float], *by: Iterable[str]) -> dict[Labels, float]:
+    """Counts with a 0 for each label that can be, so that `increase()` sees the first one; `by` are
+    the values of each label."""
+    found: dict[Labels, float] = dict.fromkeys(product(*by), 0)
+    for at, count in counts.items():
+        found[(str(at),) if isinstance(at, str) else tuple(at)] = count
+    return found
 
 
 gauge = partial(_figure, "gauge")

@@ -64,7 +64,7 @@ def build_app(
     draft; `unready` says why the node as a whole does not serve now, "" while it does.
     `texts` are shared with other parts of the node; None = the application makes its own.
     """
-    metrics = HttpMetrics(figures)
+    metrics = HttpMetrics(figures, lambda: [one.model_id for one in directory.verifiers()])
     texts = texts or Texts(clock.wall)
     generations = Generations(
         directory,

@@ -6,6 +6,7 @@ Labels have few values by construction: routes come from a fixed table, models f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
@@ -24,6 +25,9 @@ _ROUTES = frozenset(
     {"/v1/models", "/v1/chat/completions", "/v1/completions", "/healthz", "/readyz", "/metrics"}
     | {"/v1/precache", "/api/v1/fleet", "/api/v1/status"}
 )
+_ONE_MODEL, _OTHER = "/v1/models/{id}", "other"
+STATUSES = tuple(map(str, (200, 400, 403, 404, 405, 408, 409, 413, 429, 499, 500, 502, 503, 504)))
+"""The statuses of answers, and 499."""
 _SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 
 
@@ -41,7 +45,13 @@ class FigureCollector(Collector):
 class HttpMetrics:
     """The gateway's own registry."""
 
-    def __init__(self, figures: Callable[[], Iterable[Figure]]) -> None:
+    def __init__(
+        self,
+        figures: Callable[[], Iterable[Figure]],
+        models: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        """`models` are the ids of the models that are served, per scrape."""
+        self._models = models
         registry = CollectorRegistry(auto_describe=False)
         self._registry = registry
         self._requests = Counter(
@@ -80,6 +90,9 @@ class HttpMetrics:
             "kakeya_http_generations_running", "Generations at this moment", registry=registry
         )
         registry.register(FigureCollector(figures))
+        for label in product((*_ROUTES, _ONE_MODEL, _OTHER), STATUSES):
+            self._requests.labels(*label)
+            self._seconds.labels(label[0])
 
     def answered(self, scope: Scope, status: int, seconds: float) -> None:
         """Count one request."""
@@ -102,7 +115,12 @@ class HttpMetrics:
             self._abandoned.labels(model).inc()
 
     def text(self) -> bytes:
-        """Write everything in the Prometheus text format."""
+        """Write everything in the Prometheus text format; counts begin at 0 for each label."""
+        for model in self._models():
+            self._tokens.labels(model, "prompt")
+            self._tokens.labels(model, "completion")
+            self._abandoned.labels(model)
+            self._first_text.labels(model)
         return generate_latest(self._registry)
 
 
@@ -124,4 +142,4 @@ def _family(figure: Figure) -> Metric:
 def _route(path: str) -> str:
     if path in _ROUTES:
         return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+    return _ONE_MODEL if path.startswith("/v1/models/") else _OTHER

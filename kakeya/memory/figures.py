@@ -7,12 +7,22 @@ holds both against the names made here. Ages are in seconds, sizes in bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from kakeya.core.figures import Durations, Figure, Json, as_json, counter, gauge, histogram
+from kakeya.core import errors
+from kakeya.core.figures import (
+    Durations,
+    Figure,
+    Json,
+    as_json,
+    counter,
+    from_zero,
+    gauge,
+    histogram,
+)
 from kakeya.memory.arbiter.events import Event, Evicted, LoadFailure, ModelLoad, RequestRefused
-from kakeya.memory.arbiter.plan import Exhausted, Snapshot
+from kakeya.memory.arbiter.plan import Exhausted, Reason, Snapshot
 from kakeya.memory.arbiter.resident import Resident, ResidentKey
 from kakeya.memory.leases.rules import CAPABILITY as JOB
 from kakeya.memory.leases.rules import waits_on
@@ -22,7 +32,26 @@ from kakeya.memory.plugins import PluginReport
 
 LOAD_BOUNDS_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 180.0)
 """From a small model in the page cache to a large one from a slow disk."""
-_RESIDENT = ("model", "capability", "role")
+_JOBS = ("jobs", JOB)
+"""The labels of all leases together, since each has a name of its own."""
+_OUTCOMES = ("loaded", "failed")
+_EVICTIONS = (Reason.SWAP.value, Reason.FIT.value, Reason.PRESSURE.value)
+_REFUSALS = tuple(
+    sorted(
+        error.code
+        for error in (
+            errors.MemoryRefused,
+            errors.DrainTimeout,
+            errors.LeaseRefused,
+            errors.DeadlineExceeded,
+            errors.Refused,
+            errors.LoadFailed,
+            errors.PeerUnavailable,
+            errors.NotFound,
+        )
+    )
+)
+"""Codes with which the queue refuses, or a load fails."""
 
 
 class MemoryCounters:
@@ -54,15 +83,26 @@ class MemoryCounters:
             case _:
                 pass
 
-    def figures(self) -> Iterator[Figure]:
-        """Count loads, evictions and refusals."""
+    def figures(self, models: Iterable[ResidentKey] = ()) -> Iterator[Figure]:
+        """Count loads, evictions and refusals; `models` are those that can be loaded."""
+        known = {_load_labels(key) for key in models} | {(one, kind) for one, kind, _ in self.loads}
+        capabilities = {kind for _, kind in known - {_JOBS}}
+        loads = {(*labels, outcome): 0 for labels in known | {_JOBS} for outcome in _OUTCOMES}
         yield counter(
-            "kakeya_memory_loads{model,capability,outcome}", "Loads by outcome", self.loads
+            "kakeya_memory_loads{model,capability,outcome}",
+            "Loads by outcome",
+            loads | self.loads,
         )
         yield counter(
-            "kakeya_memory_evictions{capability,reason}", "Models that had to leave", self.evictions
+            "kakeya_memory_evictions{capability,reason}",
+            "Models that had to leave",
+            from_zero(self.evictions, capabilities, _EVICTIONS),
         )
-        yield counter("kakeya_memory_refusals{code}", "Requests that were refused", self.refusals)
+        yield counter(
+            "kakeya_memory_refusals{code}",
+            "Requests that were refused",
+            from_zero(self.refusals, _REFUSALS),
+        )
         yield counter(
             "kakeya_memory_exhausted", "Times that pressure found nothing to take", self.exhausted
         )
@@ -70,8 +110,7 @@ class MemoryCounters:
 
 
 def _load_labels(key: ResidentKey) -> tuple[str, str]:
-    """Model and capability; leases count together, since each has a name of its own."""
-    return ("jobs" if key.capability == JOB else key.model_key), key.capability
+    return _JOBS if key.capability == JOB else (key.model_key, key.capability)
 
 
 def memory_figures(ledger: Snapshot, *, is_careful: bool = False) -> Iterator[Figure]:

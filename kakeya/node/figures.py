@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from kakeya.backends.resident import ResidentModel
-from kakeya.core.figures import Figure, counter, gauge
+from kakeya.core.figures import Figure, counter, from_zero, gauge
 from kakeya.core.tasks import TaskHealth
+from kakeya.fleet.cards.cards import CardFault
 from kakeya.fleet.gossip.gossip import GossipStats
 from kakeya.fleet.gossip.service import GossipServiceStats
 from kakeya.fleet.identity.invite import InviteStats
@@ -15,6 +17,15 @@ from kakeya.fleet.paths.discovery import DiscoveryStats
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelSpec
 from kakeya.sessions.service import RuntimeStats
+
+_MDNS_ERRNOS = tuple(
+    str(number)
+    for number in (
+        *(errno.EPERM, errno.EACCES, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH),
+        *(errno.EADDRNOTAVAIL, errno.ENOBUFS),
+    )
+)
+"""Refusals of multicast by firewalls, permissions and lost interfaces."""
 
 
 def model_figures(models: Sequence[tuple[ModelSpec, ResidentModel | None]]) -> Iterator[Figure]:
@@ -46,8 +57,8 @@ def gossip_figures(gossip: GossipStats) -> Iterator[Figure]:
     yield counter(
         "kakeya_gossip_cards_dropped{fault}",
         "Cards dropped in rounds, by fault",
-        gossip.dropped,
-        "dropped.{}",
+        from_zero(gossip.dropped, CardFault),
+        {fault: f"dropped.{fault}" for fault in gossip.dropped},
     )
 
 
@@ -69,7 +80,9 @@ def route_figures(downgrades: int, mdns: DiscoveryStats | None) -> Iterator[Figu
         yield counter("kakeya_mdns_ignored", "Sightings refused", mdns.ignored)
         refusals = {str(number): count for number, count in mdns.refusals.items()}
         yield counter(
-            "kakeya_mdns_refusals{errno}", "Multicast packets that the system refused", refusals
+            "kakeya_mdns_refusals{errno}",
+            "Multicast packets that the system refused",
+            from_zero(refusals, _MDNS_ERRNOS),
         )
 
 

@@ -240,7 +240,10 @@ class NodeMemory:
     def figures(self) -> Iterator[Figure]:
         """Figures of the ledger, and counts of its events."""
         yield from memory_figures(self.arbiter.status(), is_careful=self.is_careful)
-        yield from self._counters.figures()
+        models = self._models()
+        yield from self._counters.figures(
+            ResidentKey(model.capability, model.model_id) for model in models
+        )
 
     def health(self) -> tuple[TaskHealth, ...]:
         """Background tasks of the memory, beside the agent's."""

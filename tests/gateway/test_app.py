@@ -11,6 +11,8 @@ from blockbuster import BlockingError
 
 from kakeya.backends.engine.process import SocketFolder
 from kakeya.core import errors
+from kakeya.gateway.figures import STATUSES, HttpMetrics
+from kakeya.gateway.http.edge import STATUS_BY_ERROR
 from kakeya.generation.facts import DraftModelState, ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
@@ -357,6 +359,15 @@ async def test_an_engine_lost_in_mid_stream_ends_the_stream_with_an_error(folder
             _ = [chunk async for chunk in stream]
         with pytest.raises(openai.InternalServerError, match="the engine is gone"):
             await served.openai.chat.completions.create(model="toy", messages=HI)
+
+
+def test_counters_begin_at_zero_for_each_label_that_can_be() -> None:
+    assert set(STATUSES) == {str(one) for one in (*STATUS_BY_ERROR.values(), 200, 405)}
+    text = HttpMetrics(tuple, lambda: ["toy"]).text().decode()
+    assert 'kakeya_http_requests_total{route="/v1/chat/completions",status="503"} 0.0' in text
+    assert 'kakeya_http_requests_total{route="other",status="404"} 0.0' in text
+    assert 'kakeya_http_tokens_total{kind="completion",model="toy"} 0.0' in text
+    assert 'kakeya_http_abandoned_total{model="toy"} 0.0' in text
 
 
 async def test_node_routes(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -29,6 +30,7 @@ from kakeya.memory.arbiter.resident import (
     State,
 )
 from kakeya.memory.figures import MemoryCounters, memory_figures
+from kakeya.memory.leases.rules import JOB as JOB_ROLE
 from tests.memory.scrapes import (
     Samples,
     check_alerts,
@@ -60,6 +62,9 @@ LEDGER = Snapshot(
             measured_bytes=400,
             unfilled_bytes=50,
             leases={LeaseId(1): RequestPriority.NORMAL, LeaseId(2): RequestPriority.LOW},
+        ),
+        Resident(
+            key=ResidentKey("job", "train"), role=JOB_ROLE, state=State.READY, estimate_bytes=0
         ),
     ),
     tenants=(Tenant(name="pages", rung=Rung.PAGES, held_bytes=200, spare_bytes=80),),
@@ -132,6 +137,36 @@ def test_every_event_is_counted(samples: Samples) -> None:
     assert value("load_seconds_bucket", le="5.0") == 3.0
     assert value("load_seconds_bucket", le="+Inf") == value("load_seconds_count") == 4.0
     assert value("load_seconds_sum") == pytest.approx(1002.15)
+
+
+def test_counts_begin_at_zero_for_each_label_that_can_be() -> None:
+    """`increase()` does not see a series that is born at 1."""
+    models = [TEXT, ResidentKey("draft", "small")]
+    found = scraped(lambda: MemoryCounters().figures(models))
+
+    def born(name: str) -> set[tuple[str, ...]]:
+        series = {pairs: one for (full, pairs), one in found.items() if full == name}
+        assert set(series.values()) == {0.0}
+        return {tuple(value for _, value in pairs) for pairs in series}
+
+    assert born("kakeya_memory_loads_total") == {
+        (kind, model, outcome)
+        for kind, model in (("text", "kakeya-tiny"), ("draft", "small"), ("job", "jobs"))
+        for outcome in ("loaded", "failed")
+    }
+    assert born("kakeya_memory_evictions_total") == {
+        (kind, why) for kind in ("text", "draft") for why in ("swap", "fit", "pressure")
+    }
+    assert born("kakeya_memory_refusals_total") > {("memory_refused",), ("drain_timeout",)}
+
+
+def test_the_panel_of_memory_held_outside_shows_jobs() -> None:
+    (panel,) = [one for one in DASHBOARD["panels"] if one["title"] == "Held outside"]
+    job = ResidentKey("job", "train")
+    lent = Resident(key=job, role=JOB_ROLE, state=State.READY, estimate_bytes=7, measured_bytes=9)
+    shown = scraped(lambda: memory_figures(replace(LEDGER, residents=(lent,), foreign={})))
+    drawn = [problems(target["expr"], shown) for target in panel["targets"]]
+    assert [] in drawn
 
 
 def test_names_that_callers_choose_are_no_labels(samples: Samples) -> None:
