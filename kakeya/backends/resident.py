@@ -80,6 +80,7 @@ class ResidentModel:
         self._asking = 0
         self._is_expected = True
         self._is_settled = False
+        self._rests = False
         self._ending: EngineBackend | None = None
         self.backend: EngineBackend | None = None
         """The live engine; None while the model is not in memory."""
@@ -155,12 +156,13 @@ class ResidentModel:
 
     @property
     def can_serve(self) -> bool:
-        """Whether a request at this moment would be served."""
+        """Whether a request at this moment would be served, or, of a drafter that left for
+        idleness, bring it back."""
         state = self.state
         if state is ModelState.READY:
             return True
         is_away = state is ModelState.UNLOADED or (state is ModelState.LOADING and self.facts)
-        if not is_away or self.role is not ModelRole.VERIFIER:
+        if not is_away or not (self.role is ModelRole.VERIFIER or self._rests):
             return False
         return self._memory.would_grant(self.capability, self.model_id)
 
@@ -236,9 +238,11 @@ class ResidentModel:
         seed: int | None = None,
         temperature: float | None = None,
     ) -> Draft:
-        """Draft with this model if it is in memory. Raises PeerUnavailable if it is not."""
+        """Draft with this model if it is in memory. Raises PeerUnavailable if it is not; one that
+        left for idleness then comes back as room allows."""
         handle = self._memory.try_acquire(self.capability, self.model_id, DRAFT_TERMS)
         if handle is None:
+            self._rests = False
             raise PeerUnavailable(f"draft model {self.model_id} is not in memory now")
         with handle, self._run():
             backend = _backend_of(handle)
@@ -274,6 +278,7 @@ class ResidentModel:
         """Note that the engine is loaded, measured and within its limits."""
         self._facts = facts
         self._failure = None
+        self._rests = False
         self._is_settled = True
         self._on_change(self)
 
@@ -289,6 +294,11 @@ class ResidentModel:
     def ended(self) -> None:
         """Note that the process of the engine has ended."""
         self._ending = None
+        self._on_change(self)
+
+    def left_idle(self) -> None:
+        """Note that the model left memory because no caller used it."""
+        self._rests = True
         self._on_change(self)
 
     def not_expected(self) -> None:
@@ -318,10 +328,10 @@ class ResidentModel:
 
     @property
     def may_come_back(self) -> bool:
-        """Whether the model is loaded without a request when there is room: a drafter always, a
-        verifier only if it was never tried."""
+        """Whether the model is loaded without a request when there is room: a drafter unless it
+        left for idleness and no draft was asked since, a verifier only if it was never tried."""
         if self.role is ModelRole.PROPOSER:
-            return self.may_load
+            return self.may_load and not self._rests
         return self._facts is None and self._failure is None
 
     # Holding it

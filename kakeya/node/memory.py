@@ -368,6 +368,8 @@ class NodeMemory:
                 self._comeback.pressed(happened.level, self._clock.mono())
             case Evicted() if happened.reason is Reason.PRESSURE:
                 self._comeback.taken(happened.key, self._clock.mono())
+            case ModelUnload(key=(kind, name), reason=Reason.IDLE) if kind in (TEXT, DRAFT):
+                self.engines.get(name).left_idle()
             case _:
                 pass
         if isinstance(happened, ModelLoad | ModelUnload | LoadFailure | MemoryPressure):

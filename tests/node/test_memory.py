@@ -516,6 +516,25 @@ async def test_a_draft_loads_nothing_and_holds_what_it_uses(tmp_path: Path) -> N
         await until("it left the ledger", lambda: model.resident is None)
 
 
+async def test_a_drafter_that_left_for_idleness_comes_back_when_a_draft_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    clock = ShiftedClock()
+    idle = {"KAKEYA_MEMORY_STAY_WARM_S": "60", "KAKEYA_MEMORY_UNLOAD_AFTER_S": "300"}
+    async with in_process(tmp_path, [DRAFT_MODEL], clock, environ=idle) as memory:
+        model = memory.engines.get(DRAFTER)
+        await until("it is ready", lambda: model.state is ModelState.READY)
+        clock.ahead_s += 301
+        memory.arbiter.hold("nothing", 0)
+        await until("it left", lambda: model.state is ModelState.UNLOADED)
+        await until("it left the ledger", lambda: model.resident is None)
+        assert not model.may_come_back
+        assert model.can_serve, "a peer that plans by cards can ask for it"
+        with pytest.raises(errors.PeerUnavailable, match="not in memory"):
+            await model.draft([5, 6, 7], 3)
+        await until("it came back", lambda: model.state is ModelState.READY)
+
+
 async def test_plug_ins_of_installed_distributions_share_memory_with_the_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
