@@ -41,6 +41,10 @@ CODE = """class Point:
 
 
 """
+LIST = "Shopping list: apple, pear, plum, cherry, grape, lemon, melon, peach, fig, date\n" * 2
+_EDIT = f"Original:\n{CODE}\nEdited:\n"
+ECHO = f"{_EDIT}{CODE.replace('Point', 'Spot')}\n{_EDIT}"
+"""Prompts after which a model copies what it has read."""
 
 
 class Bench:
@@ -114,6 +118,7 @@ def compare(name: str, folder: str, prompt: list[int], temperature: float, goal:
         goal=f">= {goal} of generate_step",
         met=ours / theirs >= goal and identical,
         plain=round(median(taken["plain"]), 1),
+        of_plain=round(ours / median(taken["plain"]), 2),
         identical=identical,
     )
 
@@ -121,7 +126,11 @@ def compare(name: str, folder: str, prompt: list[int], temperature: float, goal:
 def main() -> None:
     sized = any_model("3m")
     if NAMED:
-        code = Tokenizer.from_file(str(sized / "tokenizer.json")).encode(CODE * 4).ids
+        tokenizer = Tokenizer.from_file(str(sized / "tokenizer.json"))
+        code = tokenizer.encode(CODE * 4).ids
+        for what, text in (("list repeated", LIST), ("file echoed with an edit", ECHO)):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            compare(f"{what}, {sized.name}", str(sized), ids, 0.0, 1.5)
         compare(f"repeated code, {sized.name}", str(sized), code, 0.0, 2.5)
         compare(f"no match, {sized.name}", str(sized), list(range(100, 160)), 3.0, 0.95)
         return
