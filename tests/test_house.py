@@ -48,6 +48,17 @@ def test_composition_stays_small() -> None:
     assert lines < MOST_NODE_LINES
 
 
+def test_channels_are_made_in_one_place() -> None:
+    """There they are kept from proxies (`wire/channels.py`)."""
+    makers = {"insecure_channel", "secure_channel"}
+    made_in = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if makers & {getattr(node, "attr", "") for node in ast.walk(ast.parse(path.read_text()))}
+    }
+    assert made_in == {"wire/channels.py"}
+
+
 def test_tests_mirror_the_tree() -> None:
     strays = [
         folder

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +28,7 @@ from kakeya.core.errors import DeadlineExceeded, PeerProtocol, PeerUnavailable
 from kakeya.core.settings import Illegal, peer_address
 from kakeya.doctor.dials import Dialler
 from kakeya.doctor.machine import Machine, listen_fault
-from kakeya.doctor.machine_checks import check_port
+from kakeya.doctor.machine_checks import check_port, check_proxy
 from kakeya.doctor.report import (
     Examination,
     Finding,
@@ -70,11 +71,16 @@ def examine(peer: str, folder: Path, environ: Mapping[str, str]) -> Examination:
     if running is None:
         return asyncio.run(examine_alone(peer, folder, environ))
     try:
-        return ask_node(peer, f"unix:{control_socket(folder)}")
+        report = ask_node(peer, f"unix:{control_socket(folder)}")
     except (PeerUnavailable, DeadlineExceeded, PeerProtocol) as problem:
         detail = f"the node with pid {running.pid} does not examine: {problem.message}"
         line = fault("node", detail, shell("kill", str(running.pid)))
         return asyncio.run(examine_alone(_address_in(peer), folder, environ, line))
+    # Clients start from this shell; the environment of the node may be another one.
+    proxy = check_proxy(environ)
+    if proxy is None or proxy in report.lines:
+        return report
+    return replace(report, lines=(*report.lines, proxy))
 
 
 def ask_node(peer: str, address: str) -> Examination:

@@ -11,6 +11,7 @@ import grpc
 from kakeya.core.errors import DeadlineExceeded, PeerUnavailable
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import find_running
+from kakeya.wire.channels import open_sync_channel
 from kakeya.wire.status import error_from_rpc
 
 Stub = TypeVar("Stub")
@@ -37,7 +38,7 @@ def ask_node(
         )
     address = f"unix:{control_socket(folder)}"
     options = (("grpc.max_receive_message_length", _ANSWER_BYTES),)
-    with grpc.insecure_channel(address, options=options) as channel:
+    with open_sync_channel(address, options) as channel:
         try:
             return call(stub(channel))
         except grpc.RpcError as failure:

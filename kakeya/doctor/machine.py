@@ -46,7 +46,7 @@ class Machine:
         python: str = sys.executable,
         run: RunProgram = run_program,
     ) -> None:
-        """`environ` belongs to the examined process, and describes its ring."""
+        """`environ` belongs to the examined process, and describes its ring and its proxies."""
         self.data_dir = data_dir
         self.platform = platform
         self.python = python
@@ -67,6 +67,7 @@ class Machine:
             judge.check_ring_probe(probe_ring_environment(self._environ), self._environ),
             judge.check_blas(test, self.platform),
             judge.check_mlx(test, self.python),
+            judge.check_proxy(self._environ),
         ]
         return tuple(line for line in found if line is not None)
 

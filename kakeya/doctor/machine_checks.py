@@ -31,6 +31,9 @@ _HELD_AWAKE = re.compile(
     r"^\s+sleep\s+\d+\s+\(sleep prevented by [^)]*\bcaffeinate\b", re.MULTILINE
 )
 _PRIVATE = 0o077
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+"""Variables that lead programs to a proxy, in either case."""
+_PROXIES_OF_HTTP = ("http_proxy", "all_proxy")
 _MDNS = "224.0.0.251"
 
 
@@ -205,6 +208,27 @@ def check_ring_probe(ring: RingEnvironment, environ: Mapping[str, str]) -> Findi
 
 
 # --- networks
+
+
+def check_proxy(environ: Mapping[str, str]) -> Finding | None:
+    """Judge the proxy variables of an environment; None if none is set.
+
+    Nodes never call each other through a proxy, but clients of the HTTP API may. The address of a
+    proxy can hold a password, so it is not shown.
+    """
+    found = [name for name in sorted(environ) if name.lower() in _PROXIES and environ[name]]
+    if not found:
+        return None
+    named = f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} set"
+    direct = f"{environ.get('no_proxy', '')},{environ.get('NO_PROXY', '')}".split(",")
+    is_spared = not {"*", "127.0.0.1"}.isdisjoint(name.strip() for name in direct)
+    if is_spared or not any(name.lower() in _PROXIES_OF_HTTP for name in found):
+        return ok("proxy", f"{named}; nodes call each other without the proxy")
+    detail = (
+        f"{named}: nodes call each other without the proxy, but programs that use the HTTP API of "
+        "this machine may send their requests to it"
+    )
+    return warning("proxy", detail, "export no_proxy=localhost,127.0.0.1,::1")
 
 
 def link_to(host: str, interfaces: Sequence[Interface]) -> str:

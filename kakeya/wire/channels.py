@@ -3,6 +3,10 @@
 Between machines of a fleet with identities a channel is mutual TLS, and the certificate of the
 peer must carry the expected name. Unix sockets and loopback are plain.
 
+No channel goes through a proxy, whatever the environment says: a proxy leads to the internet, and
+peers, engines and clients are on this network or on this machine. Every channel of the package is
+made here, by `open_channel` or `open_sync_channel`.
+
 `keepalive_timeout_ms` alone does not bound detection in grpcio; `http2.ping_timeout_ms` does.
 Reconnect backoff is capped, so a peer that returns after minutes is used again within seconds.
 """
@@ -27,6 +31,11 @@ from kakeya.wire.tls import channel_credentials
 _log = logging.getLogger(__name__)
 
 Option = tuple[str, int | str]
+_DIRECT: tuple[Option, ...] = (
+    ("grpc.enable_http_proxy", 0),
+    # The first option does not cover GRPC_ADDRESS_HTTP_PROXY: that proxy is for no address.
+    ("grpc.address_http_proxy_enabled_addresses", ""),
+)
 _Way = tuple[str, str]
 """An address, and the name that the certificate there must carry; "" = plain."""
 NETWORK_MESSAGE_BYTES = 4 * MIB
@@ -85,6 +94,28 @@ def message_options(limit_bytes: int = NETWORK_MESSAGE_BYTES) -> tuple[Option, .
         ("grpc.max_receive_message_length", limit_bytes),
         ("grpc.max_send_message_length", limit_bytes),
     )
+
+
+def open_channel(
+    address: str,
+    options: tuple[Option, ...] = (),
+    credentials: grpc.ChannelCredentials | None = None,
+) -> grpc.aio.Channel:
+    """Open an asyncio channel, plain without credentials. Connects lazily, and never by a proxy."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=(*options, *_DIRECT))
+    return grpc.aio.secure_channel(address, credentials, options=(*options, *_DIRECT))
+
+
+def open_sync_channel(
+    address: str,
+    options: tuple[Option, ...] = (),
+    credentials: grpc.ChannelCredentials | None = None,
+) -> grpc.Channel:
+    """Open a blocking channel, for threads without an event loop, as `open_channel` does."""
+    if credentials is None:
+        return grpc.insecure_channel(address, options=(*options, *_DIRECT))
+    return grpc.secure_channel(address, credentials, options=(*options, *_DIRECT))
 
 
 def is_local(address: str) -> bool:
@@ -195,10 +226,9 @@ class Channels:
 
     def _connect(self, address: str, material: TlsMaterial | None, name: str) -> grpc.aio.Channel:
         if material is None:
-            return grpc.aio.insecure_channel(address, options=self._options)
-        return grpc.aio.secure_channel(
-            address, channel_credentials(material), options=(*self._options, _expect(name))
-        )
+            return open_channel(address, self._options)
+        options = (*self._options, _expect(name))
+        return open_channel(address, options, channel_credentials(material))
 
     def _retire(self, held: _Open) -> None:
         closing = asyncio.create_task(_close(held, _LAST_CALLS_S))
@@ -249,7 +279,5 @@ def sync_channel(
     """Open a blocking channel, for threads without an event loop; with `tls` it is mutual TLS."""
     options = (keepalive or Keepalive()).client_options() + message_options()
     if tls is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(
-        address, channel_credentials(tls), options=(*options, _expect(server_name))
-    )
+        return open_sync_channel(address, options)
+    return open_sync_channel(address, (*options, _expect(server_name)), channel_credentials(tls))

@@ -20,7 +20,7 @@ import grpc.aio
 import pytest
 from rich.console import Console
 
-from kakeya.cli.doctor import ask_node, examine_alone, printable, show_report
+from kakeya.cli.doctor import ask_node, examine, examine_alone, printable, show_report
 from kakeya.core.errors import KakeyaError, PeerUnavailable
 from kakeya.doctor.examiner import Examiner
 from kakeya.doctor.report import Examination, Severity, fault, ok, warning
@@ -131,11 +131,14 @@ async def test_the_running_node_examines(tmp_path: Path) -> None:
             async with controlled(folder, one.examiner()):
                 done = await _in_thread(folder, "--json")
                 wrong = await _in_thread(folder, "tow")
+                shell = {"http_proxy": "http://proxy:3128"}
+                behind_proxy = await asyncio.to_thread(examine, "", folder, shell)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert (report["node"], report["level"]) == ("one", "ok")
     assert {line["peer"] for line in report["lines"]} == {"", "two"}
     assert wrong.returncode == 1
+    assert [line.what for line in behind_proxy.lines if "http_proxy" in line.detail] == ["proxy"]
     assert "no live node is called 'tow'; did you mean two?" in wrong.stderr
 
 

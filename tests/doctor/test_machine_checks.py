@@ -316,3 +316,26 @@ def test_multicast(
     assert line.level is level
     assert words in line.detail
     assert command in line.command
+
+
+@pytest.mark.parametrize(
+    ("environ", "level"),
+    [
+        ({"http_proxy": "http://u:secret@proxy:3128"}, Severity.WARNING),
+        ({"ALL_PROXY": "socks5://u:secret@proxy"}, Severity.WARNING),
+        ({"HTTP_PROXY": "http://u:secret@proxy", "NO_PROXY": ".corp"}, Severity.WARNING),
+        ({"HTTP_PROXY": "http://u:secret@proxy", "no_proxy": "localhost, 127.0.0.1"}, Severity.OK),
+        ({"http_proxy": "http://u:secret@proxy", "NO_PROXY": "*"}, Severity.OK),
+        ({"https_proxy": "http://u:secret@proxy", "grpc_proxy": "http://proxy"}, Severity.OK),
+    ],
+)
+def test_a_proxy_is_named_by_its_variable(environ: dict[str, str], level: Severity) -> None:
+    line = checks.check_proxy(environ)
+    assert line is not None
+    assert line.level is level
+    assert all(name in line.detail for name in environ if name.lower() != "no_proxy")
+    assert "secret" not in line.detail
+
+
+def test_without_a_proxy_nothing_is_said_of_one() -> None:
+    assert checks.check_proxy({"http_proxy": "", "no_proxy": "localhost", "PATH": "/bin"}) is None

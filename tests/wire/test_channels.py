@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import grpc.aio
 import pytest
 
 from kakeya.core.errors import ConfigError
-from kakeya.wire.channels import IDLE_S, Channels, is_local, sync_channel
+from kakeya.wire.channels import IDLE_S, Channels, is_local, open_channel, sync_channel
 from kakeya.wire.security import CertRole, TlsMaterial
 from kakeya.wire.tls import CERTIFICATE_FILE, FolderSecurity, MaterialFolder, fleet_of
 from tests.fakes import FakeClock
@@ -65,6 +66,42 @@ async def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
 )
 def test_only_this_machine_is_spoken_to_in_plain(address: str, local: bool) -> None:
     assert is_local(address) is local
+
+
+PROXIES = (
+    {"http_proxy": "http://{}"},
+    {"https_proxy": "http://{}"},
+    {"grpc_proxy": "http://{}"},
+    {
+        "GRPC_ADDRESS_HTTP_PROXY": "{}",
+        "GRPC_ADDRESS_HTTP_PROXY_ENABLED_ADDRESSES": "127.0.0.0/8",
+    },
+)
+
+
+@pytest.mark.parametrize("proxy", PROXIES, ids=lambda proxy: next(iter(proxy)))
+async def test_no_proxy_of_the_environment_is_ever_called(
+    proxy: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    fleet = Fleet()
+    _, own = fleet.issue()
+    channels = encrypted(Security(own, fleet.any_member))
+    async with listening(fleet) as node:
+        with socket.create_server(("127.0.0.1", 0)) as trap:
+            trap.setblocking(False)
+            for name, value in proxy.items():
+                monkeypatch.setenv(name, value.format(f"127.0.0.1:{trap.getsockname()[1]}"))
+            async with open_channel(node.plain) as plain:
+                assert await call(plain, DESCRIBE) is OK
+            assert await call(channels.get(node.tls), DESCRIBE) is OK
+            await channels.aclose()
+            with sync_channel(node.plain) as blocking:
+                ready = grpc.channel_ready_future(blocking)
+                await asyncio.to_thread(ready.result, 10)
+            with pytest.raises(BlockingIOError):
+                trap.accept()
 
 
 async def test_a_member_reaches_a_member_by_its_id_and_at_first_contact_by_any_name() -> None:

@@ -41,7 +41,13 @@ from kakeya.generation.kv import NO_KV, KvExchange, KvOffer, PageRef
 from kakeya.generation.request import DecodeRequest
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
-from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, Keepalive, Option, message_options
+from kakeya.wire.channels import (
+    ENGINE_MESSAGE_BYTES,
+    Keepalive,
+    Option,
+    message_options,
+    open_channel,
+)
 from kakeya.wire.status import error_from_status, rpc_status
 
 LEND_S = 5.0
@@ -99,7 +105,7 @@ class EngineClient:
         """`lend` answers the engine with new bounds where it asks for a larger KV bound."""
         self._name = name
         self._lend_kv = lend
-        self._channel = grpc.aio.insecure_channel(address, options=_options(keepalive))
+        self._channel = open_channel(address, _options(keepalive))
         self._stub = EngineServiceStub(self._channel)
         self._park_ids = itertools.count(1)
         self._loads = AdapterStream(name, self._stub, self._failure_of, clock or SystemClock())

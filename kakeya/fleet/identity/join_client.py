@@ -59,6 +59,7 @@ from kakeya.fleet.identity.invite import (
 )
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import JoinServiceStub
+from kakeya.wire.channels import open_channel
 from kakeya.wire.status import error_from_rpc
 
 PENDING_KEY = "joining.pem"
@@ -222,7 +223,7 @@ async def _ask_until_answered(
 
 
 async def _ask(address: str, request: pb.JoinRequest) -> pb.JoinResponse:
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         try:
             return await JoinServiceStub(channel).Join(request, timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
