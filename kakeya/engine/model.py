@@ -21,6 +21,8 @@ CHUNK_LIMIT_S = 0.15
 """A prefill chunk longer than this would make a cancelled request linger."""
 KEPT_BUFFER_BYTES = 256 << 20
 """Bytes of buffers that no array uses, where no other bound is set."""
+PART_S = 0.02
+"""A forward over prompts is computed in parts of about so long, and others go on between."""
 LEAST_CHUNK_TOKENS = 16
 """Below this a forward costs about the same, however few its rows are."""
 
@@ -38,6 +40,15 @@ class LoadedFacts(ModelFacts):
     """Bytes that a sequence holds at any length: recurrent state."""
     prefill_context_s: float = 0.0
     """Seconds that each token of context adds to each token of prefill: attention over it."""
+    prefill_parts: int = 1
+    """The most parts that a forward over prompts can be computed in."""
+    shares_pieces_from: int = 0
+    """The least tokens of a piece that may share a forward with those of others; 0 = none may."""
+
+    def parts_of(self, seconds: float) -> int:
+        """The parts of a forward that takes so long; 0 = unknown."""
+        wanted = round(seconds / PART_S) if seconds > 0 else self.prefill_parts
+        return max(1, min(self.prefill_parts, wanted))
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of KV of a sequence of this length, as mlx-lm allocates it: in blocks.
@@ -201,6 +212,27 @@ class SequenceState(Protocol):
         ...
 
 
+class PromptForward(Protocol):
+    """The next piece of the prompt of one sequence, or of several, in one forward.
+
+    The sequences are as before until the last part is computed. One that is stowed, trimmed or
+    dropped meanwhile has to leave first.
+    """
+
+    @property
+    def parts(self) -> int:
+        """Parts that are left."""
+        ...
+
+    def advance(self) -> bool:
+        """Compute the next part; whether it was the last one, and all KV is appended."""
+        ...
+
+    def leave(self, state: SequenceState) -> None:
+        """Append nothing to this sequence."""
+        ...
+
+
 class AdapterBank(Protocol):
     """Slots for adapters beside a model's weights, 1 to `count`."""
 
@@ -242,6 +274,15 @@ class Model(Protocol):
 
     def open(self) -> SequenceState:
         """A new, empty sequence."""
+        ...
+
+    def begin_prompts(
+        self, states: Sequence[SequenceState], pieces: Sequence[Sequence[int]], parts: int
+    ) -> PromptForward:
+        """Begin to append a piece to each sequence, in about so many parts.
+
+        Several of them have at least `facts.shares_pieces_from` tokens each.
+        """
         ...
 
     def launch_together(

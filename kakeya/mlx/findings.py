@@ -19,7 +19,7 @@ from kakeya.core.files import write_atomically
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.numerics.grid import exactness
 
-FORMAT = 1
+FORMAT = 2
 _MOST_BYTES = 1 << 16
 _KEPT_FILES = 64
 """Older files are of weights or versions that are not loaded any more."""
@@ -55,11 +55,13 @@ class Speeds:
 class Sharing:
     """The way in which sequences of a model share forwards: `turns_reason` says why they cannot,
     "" = they can, and `in_slabs` whether their KV lies in slabs then. Reading a shared prefix once
-    must save `prefix_from` tokens; None = it never pays."""
+    must save `prefix_from` tokens; None = it never pays. Pieces of prompts of at least
+    `pieces_from` tokens have the same bits together as alone; 0 = none are known to."""
 
     turns_reason: str = ""
     in_slabs: bool = False
     prefix_from: int | None = None
+    pieces_from: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +128,15 @@ def decode_findings(data: bytes) -> Findings:
         raise ValueError(f"no findings: {problem}") from problem
 
 
-def _sharing(turns_reason: object, in_slabs: object, prefix_from: object) -> Sharing:
-    least = None if prefix_from is None else int(str(prefix_from))
-    return Sharing(turns_reason=str(turns_reason), in_slabs=in_slabs is True, prefix_from=least)
+def _sharing(
+    turns_reason: object, in_slabs: object, prefix_from: object, pieces_from: object
+) -> Sharing:
+    return Sharing(
+        turns_reason=str(turns_reason),
+        in_slabs=in_slabs is True,
+        prefix_from=None if prefix_from is None else int(str(prefix_from)),
+        pieces_from=max(0, int(str(pieces_from))),
+    )
 
 
 def _times(said: Mapping[str, float]) -> dict[int, float]:

@@ -26,10 +26,12 @@ from kakeya.engine.model import (
     KEPT_BUFFER_BYTES,
     LoadedFacts,
     MemoryUse,
+    PromptForward,
     SequenceState,
 )
 from kakeya.mlx.batch.batch import BATCH_ROWS, at_once, hand_over, launch_together
 from kakeya.mlx.batch.places import PlaceAssignment
+from kakeya.mlx.batch.prompts import LayeredForward, WholePiece, can_split
 from kakeya.mlx.batch.shared_prefix_probe import sharing_check
 from kakeya.mlx.device import ends_with_device, working_set_bytes
 from kakeya.mlx.drafts import Drafter
@@ -124,6 +126,7 @@ class MlxModel:
             adapter_slots=loaded.adapters.count if loaded.adapters else 0,
             adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
             base_fingerprint=loaded.adapters.base if loaded.adapters else "",
+            prefill_parts=len(state.cache) if can_split(loaded) else 1,
             kv_block_tokens=blocks.block_tokens if blocks else 0,
             kv_block_bytes=blocks.block_tokens * blocks.row_bytes if blocks else 0,
             kv_state_bytes=blocks.state_bytes if blocks else 0,
@@ -145,6 +148,7 @@ class MlxModel:
         self._facts = replace(
             facts,
             batch_rows=BATCH_ROWS if sharing is not None and not sharing.turns_reason else 1,
+            shares_pieces_from=sharing.pieces_from if sharing is not None else 0,
             forward_costs_s=speeds.forwards_s,
             tokens_per_second=speeds.tokens_per_second,
             prefill_tokens_per_second=speeds.prefill_tokens_per_second(facts.prefill_chunk_tokens),
@@ -217,6 +221,15 @@ class MlxModel:
     def open(self) -> MlxVerifier:
         """A new, empty sequence."""
         return MlxVerifier(self._loaded, self._blocks)
+
+    def begin_prompts(
+        self, states: Sequence[SequenceState], pieces: Sequence[Sequence[int]], parts: int
+    ) -> PromptForward:
+        """Begin to append a piece to each sequence."""
+        rows = cast("Sequence[MlxVerifier]", states)
+        if self._facts.prefill_parts == 1:
+            return WholePiece(rows[0], pieces[0])
+        return LayeredForward(self._loaded, rows, pieces, parts)
 
     def launch_together(
         self, states: Sequence[SequenceState], tokens: Sequence[int | None]

@@ -182,6 +182,11 @@ class MlxVerifier:
         """A row was appended together with those of other sequences."""
         self._length += 1
 
+    def appended_piece(self, cache: list[Any], tokens: int) -> None:
+        """So many tokens were appended to its KV, which these caches hold now."""
+        self._cache = cache
+        self._length += tokens
+
     def step(self, row: mx.array) -> mx.array:
         """Append one row lazily; nothing is evaluated. Shapes: row [1] -> logits [1, V]."""
         logits: mx.array = self._model.forward(row[None], self._cache, self._slots)[0]

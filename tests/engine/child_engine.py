@@ -119,6 +119,23 @@ class ToyState:
         return self.length
 
 
+@dataclass
+class ToyForward:
+    """Does all of its work in the last part."""
+
+    members: list[tuple[ToyState, Sequence[int]]]
+    parts: int
+
+    def advance(self) -> bool:
+        self.parts -= 1
+        for state, piece in self.members if not self.parts else ():
+            state.prefill(piece)
+        return not self.parts
+
+    def leave(self, state: object) -> None:
+        self.members = [member for member in self.members if member[0] is not state]
+
+
 class ToyModel:
     adapters = None
 
@@ -152,6 +169,11 @@ class ToyModel:
 
     def open(self) -> ToyState:
         return ToyState(self._mode, self._file)
+
+    def begin_prompts(
+        self, states: Sequence[ToyState], pieces: Sequence[Sequence[int]], parts: int
+    ) -> ToyForward:
+        return ToyForward(list(zip(states, pieces, strict=True)), parts)
 
     def launch_together(self, states: Sequence[ToyState], tokens: Sequence[int | None]) -> None:
         for state, token in zip(states, tokens, strict=True):

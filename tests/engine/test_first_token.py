@@ -3,7 +3,7 @@ whose logits are known even before its own step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.engine.steps.sequence import Launch, SequenceRun
+from kakeya.engine.steps.prompt import PromptPiece
+from kakeya.engine.steps.sequence import Launch, SequenceRun, Step
 from kakeya.generation.frames import Done, HistoryLogits, Tokens
 from kakeya.generation.kv import LOGIT_BYTES, KvOffer
 from kakeya.generation.request import DecodeJob, DraftSource, Sampling
@@ -53,13 +54,25 @@ def steps_of(rig: Rig, max_tokens: int, **more: object) -> tuple[SequenceRun, li
     run = SequenceRun(rig.model, tools(), job)
     seen: list[str] = []
     for step in run.steps():
-        if isinstance(step, Launch):
+        if isinstance(step, PromptPiece | Launch):
             step.alone()
+        if isinstance(step, PromptPiece):
+            continue
         seen.append(type(step).__name__)
         if isinstance(step, Tokens | Done):
             assert not isinstance(step, Tokens) or len(step.token_ids) == 1
             break
     return run, seen
+
+
+def first_launch(steps: Iterator[Step]) -> Launch:
+    """Compute a prompt up to its first plain step."""
+    for step in steps:
+        if isinstance(step, PromptPiece):
+            step.alone()
+        elif isinstance(step, Launch):
+            return step
+    raise AssertionError("it ended without a step")
 
 
 WANTED = KvOffer(wants_logits=True)
@@ -165,7 +178,7 @@ def test_of_steps_that_several_share_nothing_is_told(rig: Rig) -> None:
     runs = [SequenceRun(rig.model, tools(), wanted)]
     runs.append(SequenceRun(rig.model, tools(), replace(wanted, token_ids=PROMPT[:-2])))
     steps = [run.steps() for run in runs]
-    due = [next(step for step in one if isinstance(step, Launch)) for one in steps]
+    due = [first_launch(one) for one in steps]
     assert all(launch.keeps_logits for launch in due)
     rig.model.launch_together([step.state for step in due], [step.token for step in due])
     for one in steps:

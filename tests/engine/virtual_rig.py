@@ -24,7 +24,7 @@ from kakeya.engine.steps.sequence import SequenceTools, Violations
 from kakeya.generation.frames import Done, EngineFrame, KvPark, KvWant, Progress, Tokens
 from kakeya.generation.kv import LOGIT_BYTES
 from kakeya.generation.request import DecodeJob
-from tests.engine.child_engine import ToyModel, ToyState
+from tests.engine.child_engine import ToyForward, ToyModel, ToyState
 
 STEP_S = 0.005
 TOKEN_S = 0.001
@@ -61,7 +61,7 @@ class HashState(ToyState):
             self.append(token)
 
     def launch(self, token: int | None, *, keeps_logits: bool = False) -> None:
-        self.model.work(STEP_S)
+        self.model.work(self.model.step_s)
         self.step(token)
 
     def selected_from(self, logits: bytes) -> int:
@@ -72,7 +72,7 @@ class HashState(ToyState):
         self.flight.append(self.sums[-1] % 100)
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
-        self.model.work(STEP_S)
+        self.model.work(self.model.step_s)
         selected = []
         for token in tokens:
             self.append(token)
@@ -94,12 +94,36 @@ class HashState(ToyState):
         return super().trim(count)
 
 
+@dataclass
+class HashForward(ToyForward):
+    """Takes as long as the longest piece alone, each part its share."""
+
+    model: HashModel
+
+    def __post_init__(self) -> None:
+        longest = max(len(piece) for _, piece in self.members)
+        self._part_s = TOKEN_S * longest / self.parts
+
+    def advance(self) -> bool:
+        self.model.work(self._part_s)
+        self.parts -= 1
+        for state, piece in self.members if not self.parts else ():
+            assert isinstance(state, HashState)
+            self.model.prefilled += len(piece)
+            for token in piece:
+                state.append(token)
+        return not self.parts
+
+
 class HashModel(ToyModel):
     def __init__(self, rig: VirtualRig, **facts: object) -> None:
         super().__init__("", Path())
         values = {"prefill_tokens_per_second": 1 / TOKEN_S, "forward_costs_s": {1: STEP_S}}
         self.facts = replace(self.facts, batch_rows=8, **{**values, **facts})  # type: ignore[arg-type]
         self.opened = self.prefilled = 0
+        self.step_s = STEP_S
+        self.shared: list[int] = []
+        """Sequences in each forward over prompts."""
         self._rig = rig
         self._states: list[weakref.ref[HashState]] = []
 
@@ -119,8 +143,14 @@ class HashModel(ToyModel):
     def work(self, seconds: float) -> None:
         self._rig.pass_time(seconds)
 
+    def begin_prompts(
+        self, states: Sequence[ToyState], pieces: Sequence[Sequence[int]], parts: int
+    ) -> HashForward:
+        self.shared.append(len(states))
+        return HashForward(list(zip(states, pieces, strict=True)), parts, self)
+
     def launch_together(self, states: Sequence[ToyState], tokens: Sequence[int | None]) -> None:
-        self.work(STEP_S)
+        self.work(self.step_s)
         for state, token in zip(states, tokens, strict=True):
             assert isinstance(state, HashState)
             state.step(token)

@@ -48,7 +48,13 @@ def submit(scheduler: Scheduler, told: list[object], rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("call", "after", "rows"),
-    [("eval", 0, 1), ("async_eval", 0, 1), ("async_eval", 3, 1), ("async_eval", 3, 3)],
+    [
+        ("eval", 0, 1),
+        ("eval", 0, 3),
+        ("async_eval", 0, 1),
+        ("async_eval", 3, 1),
+        ("async_eval", 3, 3),
+    ],
 )
 def test_a_failed_command_buffer_ends_the_thread_and_no_sequence_survives_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str, after: int, rows: int

@@ -30,7 +30,7 @@ from tests.mlx.random_models import write_model
 QUIET = [Timing(0.1, 0.1), Timing(0.102, 0.102), Timing(0.101, 0.101)]
 FOUND = Findings(
     are_blocks_tried=True,
-    sharing=Sharing(in_slabs=True, prefix_from=512),
+    sharing=Sharing(in_slabs=True, prefix_from=512, pieces_from=16),
     speeds=Speeds(forwards_s={1: 0.07, 16: 0.15}, pieces_s={64: 0.25}, context_s=1e-6),
 )
 
@@ -149,10 +149,11 @@ def test_findings_read_back() -> None:
         b"[]",
         b"null",
         encoded(FOUND)[:-2],
-        encoded(FOUND).replace(b'"format": 1', b'"format": 0'),
+        encoded(FOUND).replace(b'"format": 2', b'"format": 0'),
         encoded(FOUND).replace(b"0.07", b"-1"),
         encoded(FOUND).replace(b"0.07", b'"x"'),
         encoded(FOUND).replace(b"in_slabs", b"on_slabs"),
+        encoded(FOUND).replace(b'"pieces_from": 16', b'"pieces_from": "x"'),
     ],
 )
 def test_damaged_findings_are_none(data: bytes, model: LoadedModel, tmp_path: Path) -> None:

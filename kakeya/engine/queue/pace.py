@@ -51,9 +51,8 @@ class Pace:
         """Seconds until one of so many taken places falls vacant; 0 = unknown."""
         return self._stay_s / places if self._ends >= _ENDS_KNOWN else 0.0
 
-    def computed(self, start: int, end: int, seconds: float) -> None:
-        """Learn the time that a chunk took."""
-        expected_s = self.prefill_s(start, end)
+    def computed(self, expected_s: float, seconds: float) -> None:
+        """Learn the time that a forward over prompts took, by that which was expected of it."""
         if expected_s > 0 and seconds > 0:
             surprise = min(max(seconds / expected_s, 1 / _SURPRISE), _SURPRISE)
             self._factor *= 1 + _WEIGHT * (surprise - 1)

@@ -1,7 +1,7 @@
 """The order of generations: pure decisions about places and chunks, for the scheduler to perform.
 
 Two things are shared out: places (which generations run), and chunks of prompts between two steps
-of the running batch. Both go by the same order:
+of the running batch: a few layers of a piece each. Both go by the same order:
 
     class    the more urgent priority, always
     share    within a class, clients that used at most EQUAL_TOKENS more than the client that used
@@ -219,13 +219,16 @@ def has_rested(next_s: float, rested_s: float) -> bool:
     return rested_s >= SPARE_RATIO * next_s
 
 
-def is_chunk_due(chunks: int, spent_s: float, next_s: float, *, is_first_token_due: bool) -> bool:
+def is_chunk_due(
+    chunks: int, spent_s: float, next_s: float, *, round_s: float, is_first_token_due: bool
+) -> bool:
     """Whether another chunk is computed before the next step of the running batch.
 
-    `chunks` were computed since its last step, in `spent_s`; the next takes `next_s`. A long chunk
-    also waits until generations that are done with their prompts have sent their first token.
+    `chunks` were computed since its last step, in `spent_s` of `round_s`; the next takes `next_s`.
+    A long chunk also waits until generations that are done with their prompts have sent their first
+    token.
     """
-    if spent_s + next_s <= ROUND_S:
+    if spent_s + next_s <= round_s:
         return True
     return chunks == 0 and not is_first_token_due
 

@@ -238,9 +238,12 @@ class EngineQueue:
         return self._pace.prefill_s(min(row.length, last), last)
 
     def chunk_s(self, row: QueueRow) -> float:
-        """Seconds that its next chunk takes."""
-        chunk = self._facts.prefill_chunk_at(row.length)
-        return self._pace.prefill_s(row.length, row.length + min(chunk, row.prompt_left))
+        """Seconds that its next chunk takes: a part of its next piece, or of one that is begun."""
+        if row.work is not None:
+            return row.work.part_s
+        piece = min(self._facts.prefill_chunk_at(row.length), row.prompt_left)
+        seconds = self._pace.prefill_s(row.length, row.length + piece)
+        return seconds / self._facts.parts_of(seconds)
 
     # --- inside
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kakeya.core.errors import KakeyaError
+from kakeya.engine.model import PromptForward
 from kakeya.engine.queue.policy import GenerationClaim
+from kakeya.engine.steps.prompt import PromptPiece
 from kakeya.engine.steps.sequence import Launch, SequenceRun, Step
 from kakeya.generation.frames import EngineFrame
 from kakeya.generation.kv import PageRef
@@ -42,20 +44,37 @@ class QueueTicket:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class PieceWork:
+    """A forward over pieces of these rows' prompts that is begun and not done.
+
+    It was expected to take `expected_s`, a part of it `part_s`, and took `took_s` so far.
+    """
+
+    rows: list[QueueRow]
+    expected_s: float
+    forward: PromptForward = field(init=False)
+    part_s: float = 0.0
+    took_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class QueueRow(GenerationClaim):
     """A generation from its arrival to its end.
 
-    `run` is there once it has begun, and while it is parked too. `launch` is a plain step that is
-    due and waits for the step of the batch. `whole_bytes` is its KV at its longest.
+    `run` is there once it has begun, and while it is parked too. `piece` of its prompt is due, and
+    `work` the forward that computes it. `launch` is a plain step that is due and waits for the step
+    of the batch. `whole_bytes` is its KV at its longest.
     """
 
     ticket: QueueTicket
     run: SequenceRun | None = None
     steps: Iterator[Step] = field(default_factory=lambda: iter(()))
+    piece: PromptPiece | None = None
+    work: PieceWork | None = None
     launch: Launch | None = None
     placed_s: float = 0.0
     chunk_ended_s: float = 0.0
-    """When its last chunk was done."""
+    """When its last part was done."""
     whole_bytes: int = 0
     lacks_since_s: float | None = None
     """Since when it is parked because there is no memory for its next tokens."""

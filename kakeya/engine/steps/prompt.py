@@ -7,6 +7,7 @@ blocks of KV, where these reach further. The rest is computed in `Pieces`, and e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kakeya.decoding.draft.acceptance import agreeing
 from kakeya.engine.kv.blocks import KvExports, plan_take, take
@@ -18,6 +19,18 @@ from kakeya.generation.request import DecodeJob
 
 LEAST_TOKENS = 32
 """Least tokens to go on from within a piece: fewer take hardly less time to compute."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPiece:
+    """The next piece of a prompt, due: these tokens are to be appended before the next `next`."""
+
+    state: SequenceState
+    tokens: list[int]
+
+    def alone(self) -> None:
+        """Append them in a forward of their own."""
+        self.state.prefill(self.tokens)
 
 
 class Prompt:
@@ -56,9 +69,9 @@ class Prompt:
         self.is_exact = self.state.grid_tokens == self._pieces.total
         """Whether its KV has the bits of a prompt that was computed from its first token."""
 
-    def computed(self) -> Iterator[Progress | KvExported]:
-        """Compute the missing tokens but the last one, and export each whole block. The first frame
-        tells of the cached tokens."""
+    def computed(self) -> Iterator[PromptPiece | Progress | KvExported]:
+        """Have the missing tokens computed but the last one, and export each whole block. The first
+        frame tells of the cached tokens."""
         history, state, pieces = self._history, self.state, self._pieces
         yield from self._exported(state.grid_tokens)
         if self.cached_tokens:
@@ -66,7 +79,7 @@ class Prompt:
         while state.length < pieces.total:
             first = state.length
             end = pieces.end(first)
-            state.prefill(history[first:end])
+            yield PromptPiece(state, history[first:end])
             self.is_exact = first == state.grid_tokens
             if first == state.grid_tokens:
                 if pieces.floor(end) == end:

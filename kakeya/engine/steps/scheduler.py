@@ -3,9 +3,9 @@
 Everything that touches the model runs here, on one thread: sequences, drafts for peers and
 questions (between steps, first come first served). In a round each decoding sequence has one turn:
 a block with drafts, in a forward of its own, or a plain step; all plain steps are launched together
-at the end. Then a chunk of a prompt is computed, or as many as fit the time that decoding sequences
-can wait; while none decodes, one after the other. A sequence that joins or leaves changes no token
-of the others.
+at the end. Then a chunk of prompts is computed, a few layers of a piece, or as many chunks as fit
+the time that decoding sequences can wait; while none decodes, one after the other. A sequence that
+joins or leaves changes no token of the others.
 
 `policy` says which sequence gets a place, which chunk is next and which sequence is parked for
 another; `queue` holds those that wait. A sequence is parked between two of its steps: its KV stays
@@ -38,15 +38,16 @@ from kakeya.engine.queue.queue import EngineQueue
 from kakeya.engine.queue.rows import Admitted, EngineLoad, QueueRow, QueueTicket
 from kakeya.engine.steps.chores import Chores
 from kakeya.engine.steps.prefilling import Prefilling
+from kakeya.engine.steps.prompt import PromptPiece
 from kakeya.engine.steps.sequence import Launch, SequenceRun, SequenceTools
 from kakeya.engine.steps.shared_forwards import SharedForwards, paying_rows
-from kakeya.generation.frames import Done, EngineFrame, KvExported, KvImported, Tokens
+from kakeya.generation.frames import Done, EngineFrame, KvExported, KvImported, Progress, Tokens
 
 __all__ = ["EngineLoad", "QueueTicket", "Scheduler"]
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _TIDY_EVERY_UNITS = 512
-_ASIDES = (KvImported, KvExported)
+_ASIDES = (KvImported, KvExported, Progress)
 """Frames between which nothing is computed that counts as a turn."""
 
 
@@ -81,7 +82,7 @@ class Scheduler:
         self.limits.wants_answered = lambda: self._queue.growth.answered(tools.timer())
         self.lend = self._parking.lend
         self._running: list[QueueRow] = []
-        self._prefilling = Prefilling(self._queue, self._pace, tools.timer)
+        self._prefilling = Prefilling(model, self._queue, self._pace, tools.timer)
         self._turns: deque[QueueRow] = deque()
         self._forwards = SharedForwards(model, tools.controller, tools.timer)
         self._chores = Chores(model.chores(), tools.timer)
@@ -245,6 +246,8 @@ class Scheduler:
         self._room.enter(row, job, row.length)
         self._queue.charge(row)
         self._prefilling.enter(row)
+        if row.is_prefilling and row.piece is None:
+            self._advance(row)
         self._prefilling.round_s += self._tools.timer() - began_s
 
     def _park(self, row: QueueRow) -> None:
@@ -302,15 +305,21 @@ class Scheduler:
         return self._prefilling.due(self._running)
 
     def _prefill(self, row: QueueRow) -> None:
-        """Compute the next chunk of a row's prompt."""
-        self._prefilling.begin_chunk(row)
+        """Compute the next chunk of a row's prompt; go on with rows whose pieces are done then."""
         self._forwards.worked_apart()
         self._latest, self._is_device_idle = row, True
-        self._advance(row)
-        self._prefilling.end_chunk(row)
+        done: list[QueueRow] = []
+        try:
+            done = self._prefilling.compute(row)
+        except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
+            if self._prefilling.failed(row, failure):
+                self._abandon(row, _as_kakeya_error(failure))
+        for one in done:
+            self._advance(one)
+        self._prefilling.end(row, done)
 
     def _advance(self, row: QueueRow) -> None:
-        """Go on with a row up to its next tokens, chunk, or plain step that is to be launched."""
+        """Go on with a row up to its next tokens, or a piece or plain step that is due."""
         if row.ticket.cancelled:
             self._end(row)
             return
@@ -322,7 +331,9 @@ class Scheduler:
         except Exception as failure:  # noqa: BLE001 - ends this generation, not the thread
             self._abandon(row, _as_kakeya_error(failure))
             return
-        if isinstance(step, Launch):
+        if isinstance(step, PromptPiece):
+            row.piece = step
+        elif isinstance(step, Launch):
             row.launch = step
         elif step is None:
             self._end(row)
@@ -415,7 +426,7 @@ class Scheduler:
             event(_log, "kv dropped", level=logging.WARNING, error=repr(failure))
 
     def _leave(self, row: QueueRow) -> None:
-        row.is_over, row.launch = True, None
+        row.is_over, row.launch, row.piece = True, None, None
         if row in self._running:
             self._forget(row)
             self._queue.ended(row)

@@ -13,9 +13,9 @@ From flight, a draft is entered confirm-first: the row in flight is read, and on
 the first drafted token are the others verified. From quiet, a block is verified at once. Drafts
 that are not verified are scored against the tokens of plain decoding, for free.
 
-The caller of the generator launches plain steps, so that many sequences can share a forward:
-`steps` yields a `Launch`, and goes on once that was done; `frames` is `steps` of a sequence that is
-alone.
+The caller of the generator computes pieces of the prompt and launches plain steps, so that many
+sequences can share a forward: `steps` yields a `PromptPiece` or a `Launch`, and goes on once that
+was done; `frames` is `steps` of a sequence that is alone.
 
 Law, checked after each step: the KV holds `committed - 1` tokens, plus the row in flight.
 """
@@ -35,7 +35,7 @@ from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import Model, SequenceState
 from kakeya.engine.steps.drafting import NOTHING, Drafting, RemoteBooks
-from kakeya.engine.steps.prompt import Prompt
+from kakeya.engine.steps.prompt import Prompt, PromptPiece
 from kakeya.generation.frames import (
     Done,
     EngineFrame,
@@ -88,7 +88,7 @@ class Launch:
         self.state.launch(self.token, keeps_logits=self.keeps_logits)
 
 
-Step: TypeAlias = EngineFrame | Launch
+Step: TypeAlias = EngineFrame | PromptPiece | Launch
 
 
 class SequenceRun:
@@ -134,13 +134,14 @@ class SequenceRun:
     def frames(self) -> Iterator[EngineFrame]:
         """Do one step per `next`, alone on the model; the last frame is a Done."""
         for step in self.steps():
-            if isinstance(step, Launch):
+            if isinstance(step, PromptPiece | Launch):
                 step.alone()
             else:
                 yield step
 
     def steps(self) -> Iterator[Step]:
-        """As `frames`, but a plain step is launched by the caller before the next `next`."""
+        """As `frames`, but pieces of the prompt are computed, and plain steps launched, by the
+        caller before the next `next`."""
         timer = self._tools.timer
         started = timer()
         if self._job.offer.blocks:

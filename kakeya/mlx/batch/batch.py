@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
@@ -53,6 +54,7 @@ _STEP_ROWS = 32
 _LONG_TOKENS = 200
 """Tokens of one of the rows that are tried; the others are short."""
 _PIECE_TOKENS = 50
+_IS_LAZY = ContextVar("_IS_LAZY", default=False)
 
 
 def launch_together(
@@ -264,19 +266,44 @@ def _attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention, by rows for a RowCaches, and in two parts behind a long context."""
-    attend: Attend = base.scaled_dot_product_attention
-    is_step = queries.shape[2] <= _STEP_ROWS
+    is_step = queries.shape[2] <= _STEP_ROWS and not _IS_LAZY.get()
     # A longer piece is part of a prompt: of its last layer nothing but keys and values is needed.
     _begin(queries if is_step else None, keys, values)
     if isinstance(cache, RowCaches):
-        found = cache.attend(attend, queries, (keys, values), scale, mask, sinks)
-    elif is_far(queries, keys, mask, sinks):
-        found = attend_far(queries, keys, values, scale)
+        found = cache.attend(_attend_alone, queries, (keys, values), scale, mask, sinks)
     else:
-        found = attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        found = _attend_alone(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+        )
     if is_step:
         _begin(found)
     return found
+
+
+def _attend_alone(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,  # noqa: ANN401
+    scale: float,
+    mask: Any,  # noqa: ANN401
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention of rows that have one mask."""
+    if is_far(queries, keys, mask, sinks):
+        return attend_far(queries, keys, values, scale)
+    attend: Attend = base.scaled_dot_product_attention
+    return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+@contextlib.contextmanager
+def lazily() -> Iterator[None]:
+    """Build forwards that are computed a few layers at a time: nothing begins by itself."""
+    token = _IS_LAZY.set(True)
+    try:
+        yield
+    finally:
+        _IS_LAZY.reset(token)
 
 
 def _begin(*arrays: Any) -> None:  # noqa: ANN401 - of quantized keys there are several
@@ -285,6 +312,6 @@ def _begin(*arrays: Any) -> None:  # noqa: ANN401 - of quantized keys there are 
     A step of few rows is hundreds of small operations there, and making and walking its graph takes
     as long as several layers do; without this no layer begins before the graph is done.
     """
-    if is_cpu():
+    if is_cpu() and not _IS_LAZY.get():
         with contextlib.suppress(ValueError):  # nothing can be computed while a function is traced
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]

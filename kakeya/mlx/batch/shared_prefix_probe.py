@@ -18,6 +18,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.mlx.batch.batch import at_once, forward_together, turns_check, uses_slabs
 from kakeya.mlx.batch.places import PlaceAssignment
+from kakeya.mlx.batch.prompts import pieces_check
 from kakeya.mlx.device import tells_lost_device
 from kakeya.mlx.findings import Sharing
 from kakeya.mlx.loader import LoadedModel
@@ -39,10 +40,12 @@ def sharing_check(model: LoadedModel) -> Generator[None, None, Sharing]:
     reason = ""
     for assignment in (PlaceAssignment(), None) if uses_slabs() else (None,):
         reason = yield from turns_check(model, assignment)
-        if not reason and assignment is not None:
-            return Sharing(in_slabs=True, prefix_from=(yield from shares_check(model)))
         if not reason:
-            return Sharing()
+            return Sharing(
+                in_slabs=assignment is not None,
+                prefix_from=(yield from shares_check(model)) if assignment is not None else None,
+                pieces_from=(yield from pieces_check(model)),
+            )
     return Sharing(turns_reason=reason)
 
 

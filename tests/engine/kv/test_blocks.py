@@ -306,9 +306,9 @@ def test_a_run_that_ends_early_tells_of_no_block_that_is_not_whole(
     offer = prefixes.offer(history, rig.model.facts)
     job = DecodeJob(token_ids=history, max_tokens=1, offer=KvOffer(exports=offer.kv_exports))
     run = SequenceRun(rig.model, rig.tools, job)
-    steps = run.steps()
-    assert isinstance(next(steps), Progress)
-    steps.close()  # type: ignore[attr-defined]
+    frames = run.frames()
+    assert isinstance(next(frames), Progress)
+    frames.close()  # type: ignore[attr-defined]
     run.finish()
     prefixes.commit(offer, [])
     assert prefixes.run(rig, history).exported == [0, 1, 2]

@@ -328,7 +328,7 @@ def test_the_weakest_is_the_youngest_of_the_least_urgent() -> None:
 def test_between_two_steps_is_one_chunk_or_what_fits_the_budget(chunks, is_mute):
     spent_s, done = 0.0, 0
     for next_s in chunks:
-        if not is_chunk_due(done, spent_s, next_s, is_first_token_due=is_mute):
+        if not is_chunk_due(done, spent_s, next_s, round_s=ROUND_S, is_first_token_due=is_mute):
             break
         spent_s, done = spent_s + next_s, done + 1
     assert done <= 1 or spent_s <= ROUND_S

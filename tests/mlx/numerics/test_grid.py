@@ -1,4 +1,4 @@
-"""The prefill grid: the same on every start, and pieces that stay within their time."""
+"""The prefill grid: the same on every start, and pieces by the shapes of the model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kakeya.mlx.kv.blocks import plan_blocks
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.model import MlxModel
 from kakeya.mlx.numerics import grid as prefill_grid
-from kakeya.mlx.numerics.grid import exactness, is_row_exact, nominal_grid, plan_grid
+from kakeya.mlx.numerics.grid import exactness, is_row_exact, nominal_grid
+from kakeya.mlx.numerics.openblas import suit
 from tests.mlx.random_models import write_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,36 +23,6 @@ TINY = ROOT / "kakeya" / "models" / "kakeya-tiny"
 @pytest.fixture(scope="module")
 def tiny() -> LoadedModel:
     return load(str(TINY), "tiny")
-
-
-@given(
-    st.floats(0, 0.1),
-    st.floats(0, 1e-3),
-    st.sampled_from([16, 32]),
-    st.sampled_from([32, 64, 256]),
-    st.integers(1, 100_000),
-)
-def test_a_grid_is_cut_in_powers_of_two_that_get_finer_where_blocks_begin(
-    token_s: float, context_s: float, least: int, block: int, context: int
-) -> None:
-    limit_s = 0.15
-    grid = plan_grid(
-        token_s,
-        context_s,
-        limit_s=limit_s,
-        least=least,
-        block_tokens=block,
-        context_tokens=context,
-    )
-    positions, chunks = [p for p, _ in grid], [c for _, c in grid]
-    assert positions[0] == 0
-    assert positions == sorted(set(positions))
-    assert all(position % block == 0 for position in positions)
-    assert chunks == sorted(set(chunks), reverse=True)
-    assert all(block % chunk == 0 and chunk >= least for chunk in chunks)
-    # Each piece within its time up to where the next begins, or as short as it can be.
-    for (_, chunk), end in zip(grid, [*positions[1:], context // block * block], strict=True):
-        assert chunk == least or chunk * (token_s + context_s * end) <= limit_s * (1 + 1e-9)
 
 
 def test_a_model_has_the_same_grid_on_every_start(tiny: LoadedModel) -> None:
@@ -75,20 +44,27 @@ def test_a_restart_finds_its_blocks(tmp_path: Path) -> None:
     assert first.prefill_grid == second.prefill_grid != ()
 
 
-def test_slower_machines_and_larger_models_have_finer_grids(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+def test_pieces_are_as_long_as_throughput_asks_and_lie_in_one_block(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = plan_blocks(tiny)
-    rates = (1e9, 1e10, 1e11, 1e13)
-    first = []
-    for rate in rates:
-        monkeypatch.setattr(prefill_grid, "_operations_per_s", lambda rate=rate: rate)
-        first.append(nominal_grid(tiny, blocks)[0][1])
-    assert first == sorted(first)
-    assert first[0] < first[-1] == blocks.block_tokens
+    assert nominal_grid(tiny, blocks) == ((0, 128),)
+    # Its widest weight is of 704 times 256 values; logits, which a piece does not make, are wider.
+    monkeypatch.setattr(prefill_grid, "_WIDE_BYTES", 4 * 704 * 256 - 1)
+    assert nominal_grid(tiny, blocks) == ((0, blocks.block_tokens),)
+    monkeypatch.setattr(prefill_grid, "_WIDE_BYTES", 4 * 704 * 256)
+    assert nominal_grid(tiny, blocks) == ((0, 128),)
+    short = load(str(write_model(tmp_path, "llama")), "short")
+    assert nominal_grid(short, plan_blocks(short)) == ((0, plan_blocks(short).block_tokens),)
 
 
-def test_experts_count_as_far_as_a_token_is_sent_to_them(tmp_path: Path) -> None:
+def test_the_layout_of_weights_does_not_change_the_grid(tiny: LoadedModel) -> None:
+    widest = prefill_grid._widest_bytes(tiny.network)
+    suit(tiny.network, in_strips=True)
+    assert prefill_grid._widest_bytes(tiny.network) == widest == 4 * 704 * 256
+
+
+def test_experts_are_not_multiplied_with_every_token(tmp_path: Path) -> None:
     changes = {
         "model_type": "qwen3_moe",
         "num_experts": 8,
@@ -99,18 +75,9 @@ def test_experts_count_as_far_as_a_token_is_sent_to_them(tmp_path: Path) -> None
         "norm_topk_prob": True,
     }
     model = load(str(write_model(tmp_path, "qwen3", changes=changes)), "moe")
-    config = model.config
-    weights = prefill_grid._weights_of_a_token(model.network, config)
-    fewer = prefill_grid._weights_of_a_token(model.network, {**config, "num_experts_per_tok": 1})
-    assert weights - fewer == 2 * 3 * 64 * 64
+    attention = model.network.layers[0].self_attn.q_proj.weight
+    assert prefill_grid._widest_bytes(model.network) == attention.nbytes
     assert not is_row_exact(model, plan_blocks(model))
-
-
-def test_packed_weights_count_as_what_they_stand_for(tmp_path: Path) -> None:
-    plain = load(str(write_model(tmp_path / "plain", "llama")), "plain")
-    packed = load(str(write_model(tmp_path / "packed", "llama", quantize_bits=4)), "packed")
-    counts = [prefill_grid._weights_of_a_token(m.network, m.config) for m in (plain, packed)]
-    assert counts[0] == counts[1] > 0
 
 
 def test_exactness_names_what_bits_depend_on(tiny: LoadedModel) -> None:

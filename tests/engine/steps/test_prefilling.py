@@ -1,0 +1,178 @@
+"""Prompts in virtual time: long pieces in parts, beside steps of others, and shared forwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from kakeya.core.units import KV_BLOCK_TOKENS
+from kakeya.engine.model import PART_S
+from kakeya.engine.queue.policy import ROUND_S
+from kakeya.engine.steps.prefilling import MOST_TOKENS
+from tests.engine.virtual_rig import STEP_S, TOKEN_S, HashForward, VirtualRig, expected
+
+PIECE = 256
+LAYERS = 30
+
+
+def prompt(length: int, first: int = 3) -> list[int]:
+    return [(first + 7 * at) % 100 for at in range(length)]
+
+
+def large(**changes: object) -> VirtualRig:
+    """A model whose pieces take much longer than others can wait."""
+    values = {"prefill_chunk_tokens": PIECE, "prefill_grid": ((0, PIECE),)}
+    return VirtualRig(**{**values, "prefill_parts": LAYERS, **changes})  # type: ignore[arg-type]
+
+
+def sharing(**changes: object) -> VirtualRig:
+    return large(shares_pieces_from=16, **changes)
+
+
+def test_streams_go_on_between_the_layers_of_a_long_piece() -> None:
+    rig = large()
+    stream = rig.submit(token_ids=prompt(5), max_tokens=400)
+    long = rig.submit(0.2, token_ids=prompt(2000), max_tokens=2)
+    rig.run()
+    assert max(stream.gaps_s) <= ROUND_S + STEP_S + 1e-9
+    assert long.at_s[0] - 0.2 <= 2000 * TOKEN_S * (1 + STEP_S / ROUND_S) * 1.3
+    assert stream.tokens == expected(stream.job.token_ids, 400)
+    assert long.tokens == expected(long.job.token_ids, 2)
+
+
+def test_a_prompt_gets_half_of_the_time_where_steps_are_long() -> None:
+    step_s = 4 * ROUND_S
+    rig = large(forward_costs_s={1: step_s})
+    rig.model.step_s = step_s
+    stream = rig.submit(token_ids=prompt(5), max_tokens=60)
+    long = rig.submit(0.5, token_ids=prompt(1500), max_tokens=2)
+    rig.run()
+    assert max(stream.gaps_s) <= 2 * step_s + PART_S
+    assert long.at_s[0] - 0.5 <= 2.5 * 1500 * TOKEN_S
+
+
+def test_a_prompt_that_is_cancelled_ends_within_a_part_and_its_kv_is_kept() -> None:
+    rig = large()
+    long = rig.submit(token_ids=prompt(1000), max_tokens=2, kv_key="k")
+    rig.cancel(0.4, long)
+    rig.run()
+    assert rig.now_s <= 0.4 + 2 * PART_S
+    assert rig.slots.kept_tokens("k") == PIECE
+    again = rig.submit(token_ids=prompt(1000), max_tokens=2, kv_key="k")
+    rig.run()
+    assert again.tokens == expected(again.job.token_ids, 2)
+    assert rig.model.prefilled == 999
+
+
+def test_a_prompt_that_is_parked_within_a_piece_computes_that_piece_anew() -> None:
+    rig = large(places=1)
+    batch = rig.submit(token_ids=prompt(1000), max_tokens=20, priority=2)
+    urgent = rig.submit(0.4, token_ids=prompt(100, 9), max_tokens=5, priority=0)
+    rig.run()
+    assert urgent.at_s[0] <= 0.4 + 2 * PART_S + 100 * TOKEN_S + 2 * STEP_S
+    assert urgent.tokens == expected(urgent.job.token_ids, 5)
+    assert batch.tokens == expected(batch.job.token_ids, 20)
+    assert rig.model.prefilled == 999 + 99
+
+
+def test_prompts_that_arrive_together_share_a_forward() -> None:
+    rig = sharing()
+    told = [rig.submit(token_ids=prompt(60 + at, at), max_tokens=3) for at in range(4)]
+    rig.run()
+    assert rig.model.shared == [4]
+    assert max(one.at_s[0] for one in told) <= 64 * TOKEN_S + 2 * STEP_S
+    for one in told:
+        assert one.tokens == expected(one.job.token_ids, 3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared"),
+    [
+        ((17, 16), [1, 1]),
+        ((17, 17), [2]),
+        ((200, 40), [1, 1]),
+        ((257, 257), [1, 1]),
+        ((129, 129, 129), [2, 1]),
+        ((61, 70, 65, 62, 66), [3, 2]),
+    ],
+    ids=["too short", "just enough", "of other lengths", "full", "too many", "two groups"],
+)
+def test_pieces_share_a_forward_where_that_saves_time(
+    lengths: tuple[int, ...], shared: list[int]
+) -> None:
+    rig = sharing(places=8)
+    told = [rig.submit(token_ids=prompt(size, at), max_tokens=2) for at, size in enumerate(lengths)]
+    rig.run()
+    assert sorted(rig.model.shared, reverse=True) == shared
+    assert max(rig.model.shared) * min(lengths) <= MOST_TOKENS + len(lengths)
+    assert all(one.tokens == expected(one.job.token_ids, 2) for one in told)
+
+
+def test_a_less_urgent_prompt_takes_no_part_in_a_more_urgent_one_s_forward() -> None:
+    rig = sharing()
+    urgent = rig.submit(token_ids=prompt(60), max_tokens=1, priority=0)
+    other = rig.submit(token_ids=prompt(60, 9), max_tokens=1, priority=2)
+    rig.run()
+    assert rig.model.shared == [1, 1]
+    assert urgent.at_s[0] < other.at_s[0]
+
+
+def test_one_that_leaves_a_shared_forward_holds_nobody_up() -> None:
+    rig = sharing()
+    told = [rig.submit(token_ids=prompt(60, at), max_tokens=3, kv_key=str(at)) for at in range(4)]
+    rig.cancel(0.03, told[1])
+    rig.run()
+    assert rig.model.shared == [4]
+    assert rig.slots.kept_tokens("1") == 0
+    for one in (told[0], *told[2:]):
+        assert one.tokens == expected(one.job.token_ids, 3)
+
+
+def test_where_a_shared_forward_fails_each_prompt_is_computed_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = sharing()
+    honest = HashForward.advance
+
+    def advance(self: HashForward) -> bool:
+        if len(self.members) > 1:
+            raise RuntimeError("boom")
+        return honest(self)
+
+    monkeypatch.setattr(HashForward, "advance", advance)
+    told = [rig.submit(token_ids=prompt(60, at), max_tokens=3) for at in range(3)]
+    rig.run()
+    assert rig.model.shared == [3, 1, 1, 1]
+    assert all(one.tokens == expected(one.job.token_ids, 3) for one in told)
+    later = [rig.submit(token_ids=prompt(60, at), max_tokens=3) for at in range(2)]
+    rig.run()
+    assert rig.model.shared == [3, 1, 1, 1, 1, 1]
+    assert all(one.error is None for one in later)
+
+
+def test_a_piece_that_fails_alone_ends_its_own_generation_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = large()
+    honest = HashForward.advance
+
+    def advance(self: HashForward) -> bool:
+        if any(len(piece) == 70 for _, piece in self.members):
+            raise RuntimeError("boom")
+        return honest(self)
+
+    monkeypatch.setattr(HashForward, "advance", advance)
+    good = rig.submit(token_ids=prompt(60), max_tokens=3)
+    bad = rig.submit(token_ids=prompt(71), max_tokens=3)
+    rig.run()
+    assert bad.error is not None
+    assert good.tokens == expected(good.job.token_ids, 3)
+
+
+def test_speculative_work_shares_no_forward_with_work_that_a_client_waits_for() -> None:
+    rig = sharing(kv_bytes=64 * KV_BLOCK_TOKENS)
+    warm = rig.submit(token_ids=prompt(60), max_tokens=0, priority=3)
+    client = rig.submit(token_ids=prompt(60, 9), max_tokens=2)
+    rig.run()
+    assert rig.model.shared == [1, 1]
+    assert client.tokens == expected(client.job.token_ids, 2)
+    assert warm.done is not None
