@@ -11,7 +11,6 @@ The arbiter decides whether and when a model is loaded; `EngineHandler` carries 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -21,14 +20,14 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvariantBroken, PeerUnavailable
+from kakeya.core.errors import InvariantBroken, ModelLoading, PeerUnavailable
 from kakeya.core.figures import Json
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
@@ -190,8 +189,8 @@ class ResidentModel:
     async def ready(self, timeout_s: float) -> ModelFacts:
         """Return the facts of the model; load it if it was never in memory.
 
-        Raises PeerUnavailable (with retry_after_s) if it does not become ready, and the arbiter's
-        errors.
+        Raises ModelLoading if that takes longer, PeerUnavailable if the model is given up, and the
+        arbiter's errors.
         """
         self._refuse_failed()
         if self._facts is None:
@@ -207,7 +206,7 @@ class ResidentModel:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
 
         Raises the errors of the engine's decode, MemoryRefused and DrainTimeout if no room can be
-        made, DeadlineExceeded if the request's time is over or too short for a load; with an
+        made, ModelLoading if the request's time is too short for a load; with an
         adapter, the errors of acquiring it.
         """
         attempt = Attempt(
@@ -345,7 +344,8 @@ class ResidentModel:
         Waits for `patience_s` if the terms have no deadline. Raises as `decode`.
         """
         self._refuse_failed()
-        limit_s = patience_s if terms.timeout_s == FOREVER else None
+        if terms.timeout_s == FOREVER:
+            terms = replace(terms, timeout_s=patience_s)
         try:
             async with AsyncExitStack() as stack:
                 handle = self._at_hand(terms)
@@ -353,7 +353,7 @@ class ResidentModel:
                     stack.enter_context(handle)
                 else:
                     lease = self._memory.acquire(self.capability, self.model_id, terms)
-                    handle = await self._in_time(limit_s, stack.enter_async_context(lease))
+                    handle = await self._waited(stack.enter_async_context(lease))
                 yield _backend_of(handle)
         finally:
             self._drop_failed()
@@ -379,20 +379,15 @@ class ResidentModel:
             key = ResidentKey(self.capability, self.model_id)
             self._memory.tell(CapabilityRun(key=key, run_s=run_s, is_failed=is_failed))
 
-    async def _in_time(
-        self, limit_s: float | None, way: Coroutine[object, object, Handle]
-    ) -> Handle:
+    async def _waited(self, way: Coroutine[object, object, Handle]) -> Handle:
+        """Count a wait for the model; an error of its time says what the model does."""
         self._asking += 1
         try:
-            async with asyncio.timeout(limit_s):
-                return await way
-        except TimeoutError:
-            waits = self.waits_for()
-            raise PeerUnavailable(
-                f"model {self.model_id} is {self.state.value} and was not ready within "
-                f"{limit_s:.3g} s{waits and f' ({waits})'}; ask again later",
-                retry_after_s=5.0,
-            ) from None
+            return await way
+        except ModelLoading as late:
+            if waits := self.waits_for():
+                late.message += f" ({waits})"
+            raise
         finally:
             self._asking -= 1
 

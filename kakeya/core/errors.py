@@ -16,6 +16,7 @@
           KvRefused        no memory for the keys and values of so long a sequence
         LeaseRefused       the lease desk gives no lease now, or none on these terms
       DeadlineExceeded     the caller's time is up
+        ModelLoading       its time is too short for a load, which goes on for the next try
       Cancelled            the caller left
       Unauthenticated      the caller shows no certificate, or none of this fleet
       Denied               the caller is known, and may not do this
@@ -166,6 +167,12 @@ class DeadlineExceeded(KakeyaError):
 
     code = "deadline_exceeded"
     retryable = True
+
+
+class ModelLoading(DeadlineExceeded):
+    """A request has no time for the load of its model, which goes on for `retry_after_s`."""
+
+    code = "model_loading"
 
 
 class Cancelled(KakeyaError):

@@ -31,6 +31,7 @@ from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
+from kakeya.core.units import MIB
 from kakeya.memory.arbiter.arbiter import Arbiter
 from kakeya.memory.arbiter.capability import Capability
 from kakeya.memory.arbiter.events import Event, EventListeners, Evicted, MemoryPressure
@@ -47,6 +48,10 @@ __all__ = ["GRACE_S", "PLAIN", "Handle", "MemoryArbiter", "Terms"]
 _log = logging.getLogger(__name__)
 GRACE_S = 10.0
 """The longest wait of the shutdown for models in use."""
+_FIRST_LOAD_S = 3.0
+_FIRST_LOAD_BYTES_PER_S = 150 * MIB
+"""A guess at a load that was never measured, which a caller is told: a process starts, and reads
+weights from a slow disk."""
 
 
 class MemoryArbiter:
@@ -360,10 +365,22 @@ class MemoryArbiter:
             warmth=terms.warmth or capability.warmth_of(key.model_key),
             deadline_mono=deadline_mono,
             may_displace_text=terms.may_displace_text,
+            load_s=self._live.load_s(key) or self._guessed_s(key),
         )
 
+    def _guessed_s(self, key: ResidentKey) -> float:
+        size = self._capabilities[key.capability].estimate(key.model_key)
+        return _FIRST_LOAD_S + size / _FIRST_LOAD_BYTES_PER_S
+
     def _check_time(self, key: ResidentKey, terms: Terms, run_s: float) -> None:
-        needed_s = run_s + self._live.usual_load_s(key)
+        load_s = self._live.left_s(key)
+        needed_s = run_s + load_s
+        if terms.timeout_s < load_s:
+            now = self._clock.mono()
+            ask = self._ask(key, terms, now + terms.timeout_s)
+            error, outcome = self._arbiter.decline(ask, now)
+            self._keeper.take(outcome)
+            raise error
         if terms.timeout_s < needed_s:
             raise errors.DeadlineExceeded(
                 f"too long: {key} is estimated to take {needed_s:.3g} s to load and run, and the "

@@ -44,6 +44,7 @@ _REFUSALS = tuple(
             errors.DrainTimeout,
             errors.LeaseRefused,
             errors.DeadlineExceeded,
+            errors.ModelLoading,
             errors.Refused,
             errors.LoadFailed,
             errors.PeerUnavailable,

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -289,6 +290,7 @@ class NodeMemory:
                     role=role,
                     handler=handler,
                     estimate=self._lease_bytes,
+                    load_s=partial(self._load_s, name),
                     warmth=Warmth(
                         stay_warm_s=config.stay_warm_s, unload_after_s=config.unload_after_s
                     ),
@@ -303,6 +305,10 @@ class NodeMemory:
             known = ", ".join(self._sizes) or "none"
             raise NotFound(f"no model of this node is called {model_id[:80]!r}; there are {known}")
         return self._sizes[model_id].bytes
+
+    def _load_s(self, kind: str, model_id: str) -> float | None:
+        size = self._sizes.get(model_id)
+        return None if size is None else self._history.load_s(size.estimate.digest, kind)
 
     def _models(self) -> tuple[ResidentModel, ...]:
         """List the models, verifiers first: drafts are of no use without a verifier."""
@@ -364,6 +370,9 @@ class NodeMemory:
 
     def _follow(self, happened: Event) -> None:
         match happened:
+            case ModelLoad(key=(kind, name)) if kind in (TEXT, DRAFT):
+                digest = self._sizes[name].estimate.digest
+                self._history.note_load(digest, kind, happened.load_s)
             case MemoryPressure():
                 self._comeback.pressed(happened.level, self._clock.mono())
             case Evicted() if happened.reason is Reason.PRESSURE:

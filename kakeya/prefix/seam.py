@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from kakeya.core.errors import InvalidArgument, PeerUnavailable
+from kakeya.core.errors import InvalidArgument, ModelLoading, PeerUnavailable
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.model import ServedModel
 from kakeya.generation.retention import Retention
@@ -123,7 +123,7 @@ async def facts_at_hand(model: ServedModel) -> ModelFacts | WarmReport:
         return WarmReport(outcome=WarmOutcome.AWAY, reason=reason)
     try:
         return await model.ready(AT_HAND_S)
-    except PeerUnavailable as gone:
+    except (ModelLoading, PeerUnavailable) as gone:
         return WarmReport(outcome=WarmOutcome.AWAY, reason=gone.message)
 
 

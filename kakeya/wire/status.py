@@ -17,6 +17,7 @@ STATUS_BY_ERROR: dict[type[errors.KakeyaError], grpc.StatusCode] = {
     errors.Conflict: grpc.StatusCode.ABORTED,
     errors.Refused: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.ModelLoading: grpc.StatusCode.UNAVAILABLE,
     errors.LoadFailed: grpc.StatusCode.UNAVAILABLE,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,

@@ -327,7 +327,7 @@ async def test_a_deadline_that_cannot_be_met_is_told_at_once_with_the_estimate(
     await until(lambda: not shelf.resident())
     with pytest.raises(errors.DeadlineExceeded, match=r"estimated to take 47 s.*deadline is 30 s"):
         await shelf.arbiter.request("see", "m", 1, Terms(timeout_s=30))
-    assert shelf.see.loads == ["m"]
+    await until(lambda: shelf.resident() == {"see:m"} or shelf.see.loads == ["m", "m"])
     shelf.clock.advance(601)
     await shelf.arbiter.request("see", "m", 1, Terms(timeout_s=30))
 

@@ -77,6 +77,7 @@ STATUS_BY_ERROR: dict[type[errors.KakeyaError], int] = {
     errors.Refused: 429,
     errors.MemoryRefused: 503,
     errors.LoadFailed: 503,
+    errors.ModelLoading: 503,
     errors.DeadlineExceeded: 504,
     errors.Cancelled: 499,
     errors.PeerError: 502,

@@ -25,6 +25,7 @@ from kakeya.memory.arbiter.policy import PressureLevel, Rules, ShrinkTenant, Ten
 from kakeya.memory.arbiter.reclaim import Reclaimer
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, Resident, ResidentKey, State
 from kakeya.memory.arbiter.tickets import Tickets
+from kakeya.memory.arbiter.wishes import grant_wishes
 
 
 class Arbiter:
@@ -52,9 +53,16 @@ class Arbiter:
 
     def withdraw(self, lease: LeaseId, now: float) -> ArbiterOutcome:
         """Cancel a request: take it out of the queue, or release the lease it was just granted."""
-        if self._tickets.pop(lease, None) is None and lease in self._holders:
+        if not self._tickets.withdraw(lease, now, self._rules) and lease in self._holders:
             return self.release(lease, now)
         return self.settle(now)
+
+    def decline(self, ask: Ask, now: float) -> tuple[errors.DeadlineExceeded, ArbiterOutcome]:
+        """Make the error for a request without time for a load, which begins for its next try."""
+        ticket = queue.LoadTicket(LeaseId(self._planner.number()), self._learnt(ask), now, now)
+        self._tickets.wish(ticket, now, self._rules)
+        outcome = self.settle(now)
+        return queue.late(ticket, self._view(now)), outcome
 
     def retain(self, lease: LeaseId, now: float) -> LeaseId:
         """Add a lease to a resident that is leased already, past the queue. Raises NotFound when
@@ -75,7 +83,8 @@ class Arbiter:
         resident = self._ledger.get(self._holder(lease))
         del self._holders[lease]
         self._ledger.put(resident.released(lease, now))
-        return not (self._is_calm and self._drain_gate.are_open and self._reclaimer.is_idle)
+        is_quiet = self._is_calm and not self._tickets.wished
+        return not (is_quiet and self._drain_gate.are_open and self._reclaimer.is_idle)
 
     def preload(self, ask: Ask, now: float) -> tuple[bool, ArbiterOutcome]:
         """Load a model without a request; False = not now. That needs nominal pressure, no
@@ -220,12 +229,12 @@ class Arbiter:
         load. Either the room is a tenant's, which has it now; or no request waits for the model,
         pressure came up, or more is committed than the budget holds: then its requests wait for
         another plan."""
-        self._fit_planned(now)
+        self._planner.fit(partial(self._tickets.urgency, now=now, rules=self._rules))
         resident = self._planner.begin(plan)
         if resident is None:
             return False, self.settle(now)
-        is_refused = self._level is PressureLevel.CRITICAL and resident.role.yields
-        is_wanted = plan.is_preload or bool(self._tickets.of(resident.key))
+        is_refused = self._reclaimer.level is PressureLevel.CRITICAL and resident.role.yields
+        is_wanted = plan.is_preload or self._tickets.wants(resident.key)
         if is_wanted and not is_refused and not self._is_stopping:
             if resident.role.is_room:
                 return False, self._room_made(resident, now)
@@ -246,7 +255,7 @@ class Arbiter:
             self._measured[key] = size
         resident = replace(resident.moved(State.READY), loaded_mono=now, last_used_mono=now)
         self._ledger.put(resident)
-        is_refused = self._level is PressureLevel.CRITICAL and resident.role.yields
+        is_refused = self._reclaimer.level is PressureLevel.CRITICAL and resident.role.yields
         for ticket in self._tickets.of(key):
             if is_refused:
                 self._refuse(ticket, queue.critical(ticket.ask, self._rules), answer)
@@ -290,7 +299,7 @@ class Arbiter:
             spare_bytes=ledger.spare_bytes,
             promised_bytes=ledger.promised_bytes,
             available_bytes=ledger.available_bytes,
-            level=self._level,
+            level=self._reclaimer.level,
             residents=ledger.residents,
             tenants=ledger.tenants,
             foreign=ledger.foreign,
@@ -316,24 +325,11 @@ class Arbiter:
         return self._settle(DraftOutcome(), now)
 
     def _settle(self, answer: DraftOutcome, now: float) -> ArbiterOutcome:
-        self._fit_planned(now)
+        self._planner.fit(partial(self._tickets.urgency, now=now, rules=self._rules))
         self._walk(answer, now)
+        grant_wishes(self._tickets, self._planner, answer, self._view(now))
         self._reclaimer.take(answer, now)
         return answer.done()
-
-    def _fit_planned(self, now: float) -> None:
-        """Take back loads that have not begun while more is committed than the budget holds.
-        That happens when a tenant gave up less than it promised, or grew. The least urgent load
-        goes first; its requests are in the queue again."""
-        ledger = self._ledger
-        if ledger.committed_bytes <= ledger.budget_bytes or not self._planner.planned:
-            return
-
-        urgency = partial(self._tickets.urgency, now=now, rules=self._rules)
-        for key in sorted(self._planner.planned, key=urgency, reverse=True):
-            if ledger.committed_bytes <= ledger.budget_bytes:
-                return
-            self._planner.take_back(key)
 
     def _walk(self, answer: DraftOutcome, now: float) -> None:
         opened = self._drain_gate.to_open(now)
@@ -362,6 +358,8 @@ class Arbiter:
                 answer.plans.append(self._planner.load(ticket.ask, verdict, now))
             case queue.Refuse(error, keeps):
                 self._refuse(ticket, error, answer)
+                if isinstance(error, errors.ModelLoading):
+                    self._tickets.wish(ticket, now, self._rules)
                 if isinstance(error, errors.DrainTimeout):
                     self._tickets.keep(ticket, now + self._rules.place_s)
                 if keeps is not None:
@@ -370,7 +368,9 @@ class Arbiter:
                 ahead.add(ticket.ask, verdict)
 
     def _view(self, now: float) -> queue.QueueView:
-        return queue.QueueView(self._ledger, self._level, self._rules, now, self._is_stopping)
+        return queue.QueueView(
+            self._ledger, self._reclaimer.level, self._rules, now, self._is_stopping
+        )
 
     def _lend(self, ticket: queue.LoadTicket, answer: DraftOutcome, now: float) -> None:
         key = ticket.ask.key
@@ -405,12 +405,8 @@ class Arbiter:
         return (
             self._tickets.is_empty
             and not self._is_stopping
-            and self._level is PressureLevel.NOMINAL
+            and self._reclaimer.level is PressureLevel.NOMINAL
         )
-
-    @property
-    def _level(self) -> PressureLevel:
-        return self._reclaimer.level
 
     def _learnt(self, ask: Ask) -> Ask:
         return replace(ask, estimate_bytes=self._measured.get(ask.key, ask.estimate_bytes))

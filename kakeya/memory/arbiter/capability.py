@@ -69,14 +69,16 @@ class Handler(Protocol):
 class Capability:
     """One capability.
 
-    `estimate` gives the expected bytes of a load by model key; it counts until a measurement is
-    there. It answers at once, and raises the caller's error for an unknown model.
+    `estimate` gives the expected bytes of a load by model key, and `load_s` its expected seconds,
+    None = not known; they count until a measurement is there. They answer at once, and raise the
+    caller's error for an unknown model.
     """
 
     name: str
     role: Role
     handler: Handler
     estimate: Callable[[str], int]
+    load_s: Callable[[str], float | None] = lambda _: None
     warmth: Warmth | None = None
     """None = the role's."""
     pinned: frozenset[str] = frozenset()

@@ -67,14 +67,18 @@ class LiveModels:
         if key not in self.backends:
             self._loads.pop(key, None)
 
-    def usual_load_s(self, key: ResidentKey) -> float:
-        """Seconds until a model is loaded, by its last loads, less the seconds of a load under
-        way; 0 = it is loaded, or nothing is known."""
-        if key in self.backends or key not in self._loads:
+    def load_s(self, key: ResidentKey) -> float | None:
+        """Seconds that a load of a model takes, by its last loads; None = not known."""
+        times = self._loads.get(key)
+        last_s = times and times.longest_s(self._clock.mono())
+        return last_s or self._capabilities[key.capability].load_s(key.model_key)
+
+    def left_s(self, key: ResidentKey) -> float:
+        """Seconds until a model is loaded; 0 = it is loaded, or nothing is known."""
+        if key in self.backends:
             return 0.0
         now = self._clock.mono()
-        usual_s = self._loads[key].longest_s(now) or 0.0
-        return max(0.0, usual_s - (now - self._began_mono.get(key, now)))
+        return max(0.0, (self.load_s(key) or 0.0) - (now - self._began_mono.get(key, now)))
 
 
 class Lender(Protocol):

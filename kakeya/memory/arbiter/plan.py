@@ -48,6 +48,8 @@ class Ask:
     warmth: Warmth = COLD
     deadline_mono: float = FOREVER
     may_displace_text: bool = False
+    load_s: float = 0.0
+    """The estimate of its load; 0 = not known."""
 
     def __post_init__(self) -> None:
         if self.estimate_bytes < 0:

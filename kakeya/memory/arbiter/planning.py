@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kakeya.memory.arbiter.ledger import Ledger
@@ -74,11 +75,6 @@ class Planner:
             asked_bytes=load.asked_bytes,
         )
 
-    @property
-    def planned(self) -> tuple[ResidentKey, ...]:
-        """The models of loads that have not begun: all their bytes are reserved, none is used."""
-        return tuple(self._planned)
-
     def begin(self, plan: Plan) -> Resident | None:
         """Begin the load of a plan and return its resident; None = the plan was taken back."""
         if plan.load is None or self._planned.get(plan.load) != plan.plan_id:
@@ -86,10 +82,20 @@ class Planner:
         del self._planned[plan.load]
         return self._ledger.get(plan.load)
 
-    def take_back(self, key: ResidentKey) -> None:
-        """Cancel a load that has not begun. The evictions of its plan go on."""
-        del self._planned[key]
-        self._ledger.put(self._ledger.get(key).moved(State.ABSENT))
+    def fit(self, urgency: Callable[[ResidentKey], tuple[float, ...]]) -> None:
+        """Take back loads that have not begun while more is committed than the budget holds.
+
+        That happens when a tenant gave up less than it promised, or grew. The least urgent load
+        goes first; its requests are in the queue again. The evictions of its plan go on.
+        """
+        ledger = self._ledger
+        if ledger.committed_bytes <= ledger.budget_bytes or not self._planned:
+            return
+        for key in sorted(self._planned, key=urgency, reverse=True):
+            if ledger.committed_bytes <= ledger.budget_bytes:
+                return
+            del self._planned[key]
+            ledger.put(ledger.get(key).moved(State.ABSENT))
 
     def eviction(self, victims: tuple[Resident, ...], reason: Reason) -> Plan:
         """Plan the eviction of residents."""

@@ -76,6 +76,11 @@ class LoadTicket:
         return self.stuck_since_mono is not None
 
     @property
+    def is_of_model(self) -> bool:
+        """Whether it waits for a model, and not for room or for a lease of memory."""
+        return not (self.ask.role.is_room or self.ask.role.is_lent)
+
+    @property
     def has_come_again(self) -> bool:
         """Whether it was refused before, and came again as it was told to."""
         return self.place_mono < self.asked_mono
@@ -169,12 +174,7 @@ def decide(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict
     if view.is_stopping:
         return Refuse(errors.Refused(f"the memory arbiter is shutting down; {ask.key} is not lent"))
     if now >= ask.deadline_mono:
-        return Refuse(
-            errors.DeadlineExceeded(
-                f"{ask.key} was not ready within the {now - ticket.asked_mono:.3g} s that its "
-                "deadline left; allow more time, or keep it warm"
-            )
-        )
+        return Refuse(late(ticket, view))
     verdict = consider(ticket, ahead, view)
     ticket.mark(now, is_stuck=isinstance(verdict, NotYet) and verdict.is_stuck)
     limit_mono = ticket.limit_mono(view.rules)
@@ -218,6 +218,28 @@ def consider(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdi
     if ask.role.places is not None and ask.role.name in ahead.roles:
         return NotYet(held_bytes=_more_than(_of_role(ask, view), ask))
     return _consider_load(ticket, ahead, view)
+
+
+def late(ticket: LoadTicket, view: QueueView) -> errors.DeadlineExceeded:
+    """The refusal of a request without time for its load, with the estimate of the load's end."""
+    ask, now = ticket.ask, view.now
+    left_s = ask.deadline_mono - ticket.asked_mono
+    resident = view.ledger.find(ask.key)
+    if not ticket.is_of_model or (resident is not None and resident.is_open):
+        return errors.DeadlineExceeded(
+            f"{ask.key} was not lent within the {left_s:.3g} s that the deadline left; allow more "
+            "time"
+        )
+    if resident is not None and resident.state is State.LOADING:
+        wait_s = ask.load_s - (now - resident.last_used_mono)
+    else:
+        wait_s = ask.load_s + max(0.0, ticket.place_mono + view.rules.age_s - now)
+    wait_s = max(0.0, wait_s)
+    return errors.ModelLoading(
+        f"too long: {ask.key} is estimated to take {wait_s:.3g} s to load, and the deadline is "
+        f"{left_s:.3g} s; ask again then, since it is loaded meanwhile, or keep it warm",
+        retry_after_s=max(1.0, wait_s),
+    )
 
 
 def critical(ask: Ask, rules: Rules) -> errors.MemoryRefused:

@@ -9,6 +9,8 @@ from kakeya.memory.arbiter.policy import Rules, periods
 from kakeya.memory.arbiter.queue import LoadTicket
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, ResidentKey
 
+_LATE_S = 0.5
+"""A caller that leaves so shortly before its deadline has no time left, and comes again."""
 _Order = tuple[float, float, float]
 _Wish = tuple[ResidentKey, RequestPriority]
 
@@ -18,11 +20,17 @@ class Tickets(dict[LeaseId, LoadTicket]):
 
     A request that waited to its limit for residents to drain is refused and told to come again. Its
     place is kept meanwhile.
+
+    A request without time for a load leaves a wish: its model is loaded in its turn, as soon as
+    idle residents can make room, and is there when the request comes again. A wish takes nothing
+    from the requests in the queue.
     """
 
     def __init__(self, tickets: Mapping[LeaseId, LoadTicket] | None = None) -> None:
         super().__init__(tickets or {})
         self._kept: dict[_Wish, LoadTicket] = {}
+        self.wished: dict[ResidentKey, LoadTicket] = {}
+        """The wish for each load."""
 
     @property
     def is_empty(self) -> bool:
@@ -38,8 +46,10 @@ class Tickets(dict[LeaseId, LoadTicket]):
         """Put a request into the queue: at the place that is kept for it, else at the end."""
         self.lapse(ticket.asked_mono)
         kept = self._kept.get(_wish(ticket))
-        if kept is not None:
-            ticket.place_mono = kept.place_mono
+        wished = self.wished.get(ticket.ask.key)
+        for before in (kept, wished):
+            if before is not None and before.ask.priority == ticket.ask.priority:
+                ticket.place_mono = min(ticket.place_mono, before.place_mono)
         self[ticket.lease] = ticket
 
     def keep(self, ticket: LoadTicket, until_mono: float) -> None:
@@ -50,8 +60,32 @@ class Tickets(dict[LeaseId, LoadTicket]):
         ticket.kept_until_mono = until_mono
         self._kept[_wish(ticket)] = ticket
 
+    def wish(self, ticket: LoadTicket, now: float, rules: Rules) -> None:
+        """Remember a request's wish for a load until the next try, at the place of an earlier one;
+        room and leases of memory are not wished for."""
+        if ticket.is_of_model:
+            before = self.wished.get(ticket.ask.key)
+            ticket.place_mono = min(ticket.place_mono, before.place_mono if before else math.inf)
+            ticket.kept_until_mono = now + ticket.ask.load_s + rules.age_s + rules.place_s
+            self.wished[ticket.ask.key] = ticket
+
+    def withdraw(self, lease: LeaseId, now: float, rules: Rules) -> bool:
+        """Take a request out of the queue; False = it is not there. One that leaves at its deadline
+        leaves a wish."""
+        ticket = self.pop(lease, None)
+        if ticket is not None and now >= ticket.ask.deadline_mono - _LATE_S:
+            self.wish(ticket, now, rules)
+        return ticket is not None
+
+    def wants(self, key: ResidentKey) -> bool:
+        """Whether a request or a wish waits for a resident."""
+        return key in self.wished or bool(self.of(key))
+
     def lapse(self, now: float) -> None:
-        """Drop the places that were kept for long enough."""
+        """Drop the places and wishes that were kept for long enough."""
+        for key, wished in tuple(self.wished.items()):
+            if wished.kept_until_mono is not None and now >= wished.kept_until_mono:
+                del self.wished[key]
         for wish, ticket in tuple(self._kept.items()):
             if ticket.kept_until_mono is not None and now >= ticket.kept_until_mono:
                 del self._kept[wish]
@@ -74,7 +108,7 @@ class Tickets(dict[LeaseId, LoadTicket]):
 
     def due(self, now: float, rules: Rules) -> Iterator[float]:
         """The monotonic times at which a waiting request may be decided anew without an event."""
-        for one in (*self.values(), *self._kept.values()):
+        for one in (*self.values(), *self._kept.values(), *self.wished.values()):
             yield one.place_mono + (periods(now - one.place_mono, rules.age_s) + 1) * rules.age_s
             if one.kept_until_mono is not None:
                 yield one.kept_until_mono

@@ -1,9 +1,10 @@
-"""Measured sizes of models, by their content and their use."""
+"""Measured sizes and load times of models, by their content and their use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median_high
 
 from kakeya.core import errors
 
@@ -11,13 +12,15 @@ KEPT = 8
 """Measurements of one model that count; an outlier is forgotten after so many loads."""
 WORKING_SET = ("metal", "working set")
 """The record of the limit that Metal told an engine of this machine."""
+_LOADS = ", ms of a load"
 MAX_MODELS = 512
-"""Models that are remembered; those measured longest ago are forgotten first."""
+"""Records that are kept; those measured longest ago are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeRecord:
-    """The newest measurements of one model, oldest first. Units: bytes."""
+    """The newest measurements of one model, oldest first. Units: bytes, or milliseconds of loads
+    in a record of their own."""
 
     digest: str
     kind: str
@@ -47,6 +50,16 @@ class SizeHistory:
         self._records[digest, kind] = SizeRecord(digest, kind, measured)
         while len(self._records) > MAX_MODELS:
             self._records.pop(next(iter(self._records)))
+
+    def note_load(self, digest: str, kind: str, load_s: float) -> None:
+        """Note the seconds that a load of a model took."""
+        self.note(digest, kind + _LOADS, max(1, round(1000 * load_s)))
+
+    def load_s(self, digest: str, kind: str) -> float | None:
+        """The usual seconds of a load, so that one from a cold disk does not count alone; None =
+        never measured."""
+        record = self._records.get((digest, kind + _LOADS))
+        return median_high(record.measured) / 1000 if record else None
 
     def peak_bytes(self, digest: str, kind: str) -> int | None:
         """The largest of the newest measurements; None = never measured."""

@@ -6,6 +6,8 @@ defect of the documents that must not come back.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kakeya.core import errors
@@ -184,6 +186,48 @@ def test_a_swap_gives_up_after_ten_seconds_and_says_who_stands_in_the_way() -> N
     assert error.retry_after_s
     assert world.arbiter.find(key("see:a")).state is State.READY  # type: ignore[union-attr]
     world.lease(ask("see:a"))
+
+
+def test_a_request_without_time_for_a_load_finds_its_model_at_the_next_try() -> None:
+    """Another model of the role is kept warm, so that the first try is over before its turn."""
+    world = World.of(150)
+    world.use(ask("any:a", MANY, warmth=Warmth(stay_warm_s=300)))
+    first = world.ask(replace(ask("any:b", MANY, deadline=2.0), load_s=20.0))
+    world.wait(2.5)
+    late = world.refusals[first]
+    assert isinstance(late, errors.ModelLoading)
+    assert late.retry_after_s == pytest.approx(23), "3 s until its turn, and the load"
+    assert world.arbiter.find(key("any:b")) is None
+    world.wait(3)
+    assert world.arbiter.find(key("any:b")) is not None
+    world.lease(ask("any:b", MANY, deadline=world.now + 2.0))
+
+
+def test_a_wish_takes_no_model_that_is_in_use_and_is_forgotten_in_time() -> None:
+    world = World.of(150)
+    used = world.lease(ask("any:a", MANY))
+    _, outcome = world.arbiter.decline(replace(ask("any:b", MANY, deadline=1.0), load_s=20.0), 0.0)
+    world.take(outcome)
+    world.wait(10)
+    assert world.arbiter.find(key("any:a")).is_open  # type: ignore[union-attr]
+    assert world.arbiter.snapshot().waiting == ()
+    world.wait(30)
+    world.release(used)
+    world.wait(100)
+    assert world.arbiter.find(key("any:b")) is None
+
+
+def test_a_caller_that_leaves_at_its_deadline_leaves_a_wish_and_one_that_leaves_earlier_none() -> (
+    None
+):
+    for left_s, comes in ((1.0, False), (2.0, True)):
+        world = World.of(150)
+        world.use(ask("any:a", MANY, warmth=Warmth(stay_warm_s=300)))
+        waits = world.ask(ask("any:b", MANY, deadline=2.2))
+        world.wait(left_s)
+        world.take(world.arbiter.withdraw(waits, world.now))
+        world.wait(10)
+        assert (world.arbiter.find(key("any:b")) is not None) is comes
 
 
 def test_a_deadline_shortens_the_wait() -> None:

@@ -35,7 +35,7 @@ from hypothesis.stateful import (
 from kakeya.core import errors
 from kakeya.memory.arbiter.arbiter import Arbiter
 from kakeya.memory.arbiter.plan import FOREVER, ArbiterOutcome, Ask, Plan, Reason, ResidentEviction
-from kakeya.memory.arbiter.policy import PressureLevel, Rung, Tenant
+from kakeya.memory.arbiter.policy import PressureLevel, Rules, Rung, Tenant
 from kakeya.memory.arbiter.resident import (
     ROOM,
     TRANSITIONS,
@@ -555,7 +555,8 @@ class Yanking(Arbiter):
 
     def _settle(self, answer: Any, now: float) -> ArbiterOutcome:
         for one in self._ledger.residents:
-            if self._level is PressureLevel.CRITICAL and one.leases and one.role.yields:
+            is_critical = self._reclaimer.level is PressureLevel.CRITICAL
+            if is_critical and one.leases and one.role.yields:
                 self._ledger.put(replace(one, state=State.DRAINING, is_leaving=True))
                 eviction = ResidentEviction(key=one.key, reason=Reason.PRESSURE, bytes=one.bytes)
                 answer.plans.append(Plan(plan_id=self._planner.number(), evict=(eviction,)))
@@ -576,8 +577,9 @@ class Unfair(Arbiter):
 class Trusting(Arbiter):
     """Keeps room reserved that was promised, and not given."""
 
-    def _fit_planned(self, now: float) -> None:
-        return
+    def __init__(self, budget: int, *, rules: Rules | None = None) -> None:
+        super().__init__(budget, rules=rules)
+        self._planner.fit = lambda _: None  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("faulty", [Robbed, Forgetful, Yanking, Unfair, Trusting])

@@ -92,3 +92,16 @@ def test_where_models_are_cached() -> None:
     assert hub_folder({"XDG_CACHE_HOME": "/c"}, home) == Path("/c/huggingface/hub")
     assert hub_folder({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, home) == Path("/h/hub")
     assert hub_folder({"HF_HUB_CACHE": "/x", "HF_HOME": "/h"}, home) == Path("/x")
+
+
+def test_the_usual_time_of_a_load_is_kept_and_one_slow_load_does_not_count_alone(
+    tmp_path: Path,
+) -> None:
+    history = SizeHistory()
+    for seconds in (2.0, 60.0, 2.25):
+        history.note_load("abc", "text", seconds)
+    SizeFile(tmp_path).save(history.snapshot())
+    kept = SizeFile(tmp_path).load()
+    assert kept.load_s("abc", "text") == 2.25
+    assert kept.load_s("abc", "draft") is None
+    assert kept.peak_bytes("abc", "text") is None
