@@ -30,8 +30,9 @@ from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.generation import GenerationRoute, Generations, client_of
+from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
-from kakeya.gateway.http.edge import CallerCheck, Edge, refuse_route
+from kakeya.gateway.http.edge import Edge, refuse_route
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.precache import PrecacheRoute
 from kakeya.generation.facts import DraftModelState, ModelState
@@ -50,6 +51,7 @@ def build_app(
     rng: random.Random,
     limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
     hosts: frozenset[str] = frozenset(),
+    origins: frozenset[str] = frozenset(),
     figures: Callable[[], Iterable[Figure]] = tuple,
     proposers: Callable[[], Sequence[DraftModelState]] = tuple,
     unready: Callable[[], str] = str,
@@ -59,9 +61,10 @@ def build_app(
     """Build the application.
 
     `status` gives the body of /api/v1/status; `hosts` are names and addresses, without ports, by
-    which callers may reach the node, beside loopback and the connection's own address; `figures`
-    gives those of other floors per scrape; `proposers` are the configured models that only
-    draft; `unready` says why the node as a whole does not serve now, "" while it does.
+    which callers may reach the node, beside loopback and the connection's own address; `origins`
+    are those of web pages that may call; `figures` gives those of other floors per scrape;
+    `proposers` are the configured models that only draft; `unready` says why the node as a whole
+    does not serve now, "" while it does.
     `texts` are shared with other parts of the node; None = the application makes its own.
     """
     metrics = HttpMetrics(figures, lambda: [one.model_id for one in directory.verifiers()])
@@ -91,7 +94,10 @@ def build_app(
         middleware=[
             Middleware(
                 Edge,
-                admission=CallerCheck(hosts=frozenset(host.lower() for host in hosts)),
+                admission=CallerCheck(
+                    hosts=frozenset(host.lower() for host in hosts),
+                    origins=frozenset(origin.lower() for origin in origins),
+                ),
                 metrics=metrics,
                 mono=clock.mono,
             ),
@@ -206,13 +212,23 @@ class Gateway:
         return _json(self._status().get("fleet", {}))
 
     async def _model_body(self, model: ServedModel) -> dict[str, object]:
-        usual = await self._generations.sampling_of(model)
+        text, facts = await self._generations.text_of(model), model.facts
+        context = facts and (facts.longest_tokens or facts.context_tokens)
+        abilities = text and ["completion", *(["chat"] if text.has_chat_template else [])]
         return {
             "id": model.model_id,
             "object": "model",
             "created": self._created_at,
             "owned_by": "kakeya",
-            "default_parameters": usual and _shown(usual),
+            # Clients look for the context under one of three names. None before the first load.
+            "context_length": context,
+            "max_model_len": context,
+            "max_context_length": context,
+            "state": model.state.value,
+            "role": "verifier",
+            "quantization": facts and (facts.quantization or facts.dtype),
+            "capabilities": abilities,
+            "default_parameters": text and _shown(text.sampling),
         }
 
 

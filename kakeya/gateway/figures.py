@@ -26,7 +26,9 @@ _ROUTES = frozenset(
     | {"/v1/precache", "/api/v1/fleet", "/api/v1/status"}
 )
 _ONE_MODEL, _OTHER = "/v1/models/{id}", "other"
-STATUSES = tuple(map(str, (200, 400, 403, 404, 405, 408, 409, 413, 429, 499, 500, 502, 503, 504)))
+STATUSES = tuple(
+    map(str, (200, 400, 403, 404, 405, 408, 409, 413, 415, 429, 499, 500, 502, 503, 504))
+)
 """The statuses of answers, and 499."""
 _SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 

@@ -144,12 +144,12 @@ class Generations:
     def _is_served(self, base: str) -> bool:
         return any(model.model_id == base for model in self._directory.verifiers())
 
-    async def sampling_of(self, model: ServedModel) -> Sampling | None:
-        """How a model selects tokens where a caller says nothing; None while that is not known."""
+    async def text_of(self, model: ServedModel) -> TextModel | None:
+        """The tokenizer, templates and usual sampling of a model; None before its first load."""
         if model.facts is None:
             return None
         try:
-            return (await self._texts.get(model.facts.model_path)).sampling
+            return await self._texts.get(model.facts.model_path)
         except KakeyaError:
             return None
 

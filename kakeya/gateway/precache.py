@@ -28,7 +28,8 @@ from kakeya.gateway.http.body import flag, parse_body, shown
 from kakeya.gateway.http.connection import read_body
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.openai.cache_params import read_keys, retention
-from kakeya.gateway.openai.requests import parse_messages, parse_model, parse_prompt, parse_tools
+from kakeya.gateway.openai.messages import parse_messages, parse_tools
+from kakeya.gateway.openai.requests import parse_model, parse_prompt
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openai.stream import compact
 from kakeya.generation.facts import ModelFacts

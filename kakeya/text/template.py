@@ -21,8 +21,9 @@ import jinja2
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.text.origin import Traced, TracingEnvironment
 
-Message = Mapping[str, str]
-"""One chat message: role, content, and name when the caller gave one."""
+Message = Mapping[str, object]
+"""One chat message: the texts role and content, and what else its client gave: name; of an
+assistant tool_calls and reasoning_content; of a tool tool_call_id."""
 
 Tool = Mapping[str, object]
 """A function that a model may call, as a JSON object."""
@@ -94,6 +95,7 @@ class ChatTemplate:
         self._special_tokens = {name: Traced.own(text) for name, text in special_tokens.items()}
         self._template = environment.from_string(source)
         self._forms = self._find_forms()
+        self._shows_calls = self._is_showing_calls()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Traced:
         """Write the prompt that asks for the assistant's next message.
@@ -101,7 +103,9 @@ class ChatTemplate:
         Raises InvalidArgument with the template's own words when it refuses the messages,
         Unsupported for tools that it does not show, and for messages of a role that it leaves out.
         """
-        for role in dict.fromkeys(message["role"] for message in messages):
+        if not self._shows_calls:
+            messages = [_without_calls(message) for message in messages]
+        for role in dict.fromkeys(role_of(message) for message in messages):
             if self._forms.get(role) is ContentForm.NONE:
                 raise Unsupported(
                     f"the model's chat template does not show the content of {role} messages, so "
@@ -154,10 +158,25 @@ class ChatTemplate:
                     found[role] = form
         return found
 
+    def _is_showing_calls(self) -> bool:
+        """Whether the template shows an earlier call of a tool, and the tool's answer."""
+        function = {"name": trial_word("call"), "arguments": {}}
+        calls = [{"id": "call00001", "type": "function", "function": function}]
+        messages: list[Message] = [
+            {"role": "user", "content": trial_word("user")},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "content": trial_word("tool"), "tool_call_id": "call00001"},
+        ]
+        try:
+            prompt = self._write(messages, (), self._forms)
+        except InvalidArgument:
+            return False
+        return trial_word("call") in prompt and trial_word("tool") in prompt
+
     def _best_forms(self, roles: Sequence[str]) -> dict[str, ContentForm]:
         """The forms with which most of these roles are shown; {} where none is rendered."""
         best: dict[str, ContentForm] = {}
-        messages = [{"role": role, "content": trial_word(role)} for role in roles]
+        messages: list[Message] = [{"role": role, "content": trial_word(role)} for role in roles]
         for system, others in itertools.product((ContentForm.TEXT, ContentForm.PARTS), repeat=2):
             forms = {role: system if role == "system" else others for role in roles}
             try:
@@ -173,9 +192,26 @@ class ChatTemplate:
         return best
 
 
+def role_of(message: Message) -> str:
+    """The role of a message."""
+    return str(message["role"])
+
+
+def _without_calls(message: Message) -> Message:
+    """Say as text what a template does not show: calls, and the answers of tools."""
+    content = str(message["content"])
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"Answer of the tool: {content}"}
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    said = [f"Call of a tool: {_tojson(call['function'])}" for call in calls]
+    return {"role": message["role"], "content": "\n".join([*[content] * bool(content), *said])}
+
+
 def _given(message: Message, forms: Mapping[str, ContentForm]) -> dict[str, object]:
     """A message as a template gets it. Its role was checked, so it may be part of a mark."""
-    role, content = message["role"], message["content"]
+    role, content = role_of(message), message["content"]
     form = forms.get(role, forms.get("user"))
     parts = [{"type": "text", "text": content}]
     return {

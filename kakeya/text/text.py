@@ -97,7 +97,7 @@ class TextModel:
         when the template refuses, and TooManyTokens as `encode` does, for the rendered text: a
         template may leave messages out.
         """
-        size = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
+        size = sum(_MESSAGE_CHARS + len(str(message["content"])) for message in messages)
         if size <= OFFLOAD_CHARS and not tools:
             return self._encode_chat(messages, tools, at_most)
         return await asyncio.to_thread(self._encode_chat, messages, tools, at_most)
@@ -125,6 +125,11 @@ class TextModel:
             left -= len(token_ids)
             text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
             self._encoder.encode(text)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return DEFAULT_TEMPLATE in self._templates
 
     def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         """Start a new output text, which goes on from the text of the tokens `after`, if any."""

@@ -87,3 +87,40 @@ def test_templates_find_what_they_expect():
 def test_a_template_that_fails_is_the_callers_error_and_nothing_leaks(source):
     with pytest.raises(InvalidArgument, match="chat template refuses"):
         template(source).render([{"role": "user", "content": "a"}])
+
+
+CALLS = [
+    {"role": "user", "content": "sum?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "42"},
+]
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+SHOWING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
+    "{% endfor %}{% endfor %}"
+)
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('no') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_calls_are_shown_as_the_template_shows_them() -> None:
+    prompt = template(SHOWING).render(CALLS)
+    assert prompt == '<user>sum?<assistant>[add {"a": 1}]<tool>42'
+
+
+@pytest.mark.parametrize("source", [PLAIN, STRICT])
+def test_calls_are_said_as_text_where_a_template_shows_none(source: str) -> None:
+    prompt = template(source).render(CALLS)
+    assert prompt == (
+        '<user>sum?<assistant>Call of a tool: {"name": "add", "arguments": {"a": 1}}'
+        "<user>Answer of the tool: 42"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar, cast
 
@@ -18,6 +19,7 @@ MAX_DEPTH = 128
 that has room for fewer levels than the reader."""
 MAX_DIGITS = 4000
 """Of an integer; Python reads few more, and says so in words of its own."""
+_HALF = re.compile("[\ud800-\udfff]")
 _TOO_DEEP = "the body is nested too deeply; no parameter needs it"
 
 
@@ -33,7 +35,7 @@ def parse_json(body: bytes) -> dict[str, object]:
     """Read a body that must be one JSON object: UTF-8, no NaN, no key twice, not too deep."""
     try:
         parsed = json.loads(
-            body.decode("utf-8"),
+            body.decode("utf-8-sig"),
             parse_constant=_refuse_constant,
             parse_int=_integer,
             object_pairs_hook=_without_duplicates,
@@ -67,16 +69,11 @@ def shown(value: object) -> str:
 
 
 def text(value: object, at: str) -> str:
-    """Read a string that UTF-8 can carry."""
+    """Read a string that UTF-8 can carry: U+FFFD stands for each half of a surrogate pair, which
+    clients leave where they cut a text in the middle of a character."""
     if not isinstance(value, str):
         refuse(at, value, "a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as fault:
-        raise InvalidArgument(
-            f"{at} holds half of a surrogate pair at character {fault.start}", param=at
-        ) from fault
-    return value
+    return value if value.isascii() else _HALF.sub("\ufffd", value)
 
 
 def flag(body: Mapping[str, object], name: str, prefix: str = "") -> bool:

@@ -7,18 +7,22 @@ decode, and with or without streaming.
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import zstandard
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Cancelled, Unsupported
+from kakeya.core.errors import Cancelled, InvalidArgument
 from kakeya.core.units import MIB, format_bytes
-from kakeya.gateway.http.edge import BodyTimeout, BodyTooLarge
+from kakeya.gateway.http.edge import BodyTimeout, BodyTooLarge, UnsupportedEncoding
 from kakeya.gateway.openai.stream import comment
 
 _EVENT_HEADERS = [
@@ -26,6 +30,7 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
+_PACKED = ("gzip", "zstd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +53,15 @@ class HttpLimits:
 
 
 async def read_body(scope: Scope, receive: Receive, limits: HttpLimits) -> bytes:
-    """Read the whole body. Raises BodyTooLarge, BodyTimeout, Unsupported, Cancelled."""
+    """Read the whole body. Raises BodyTooLarge, BodyTimeout, Cancelled,
+    UnsupportedEncoding, InvalidArgument for one that cannot be unpacked."""
     headers = Headers(scope=scope)
-    encoding = headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        raise Unsupported(f"Content-Encoding {encoding!r} is not supported; send plain JSON")
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity", *_PACKED):
+        raise UnsupportedEncoding(
+            f"Content-Encoding {encoding!r} is not supported; send plain JSON, or one of "
+            f"{', '.join(_PACKED)}"
+        )
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.body_bytes:
         raise _too_large(f"{announced[:20]} bytes", limits)
@@ -67,11 +76,31 @@ async def read_body(scope: Scope, receive: Receive, limits: HttpLimits) -> bytes
                 if len(body) > limits.body_bytes:
                     raise _too_large("more", limits)
                 if not message.get("more_body", False):
-                    return bytes(body)
+                    break
     except TimeoutError as fault:
         raise BodyTimeout(
             f"{len(body)} bytes of the body came within {limits.body_s:g} s, and not its end"
         ) from fault
+    if encoding not in _PACKED:
+        return bytes(body)
+    return await asyncio.to_thread(_unpacked, encoding, bytes(body), limits)
+
+
+def _unpacked(encoding: str, body: bytes, limits: HttpLimits) -> bytes:
+    """Unpack a whole body, but no more than the limit. Raises BodyTooLarge, InvalidArgument."""
+    stream = (
+        zstandard.ZstdDecompressor().stream_reader(body)
+        if encoding == "zstd"
+        else gzip.GzipFile(fileobj=io.BytesIO(body))
+    )
+    try:
+        with stream:
+            found: bytes = stream.read(limits.body_bytes + 1)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as fault:
+        raise InvalidArgument(f"the body cannot be unpacked as {encoding}: {fault}") from fault
+    if len(found) > limits.body_bytes:
+        raise _too_large("more, unpacked", limits)
+    return found
 
 
 class Connection:

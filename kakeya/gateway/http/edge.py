@@ -1,53 +1,50 @@
-"""The HTTP edge: which callers may enter, and how an error leaves. One of the two borders that
-translate our errors; the other is `wire/status.py`.
+"""The HTTP edge: how an error leaves. One of the two borders that translate our errors; the other
+is `wire/status.py`.
 
 Every error leaves as {"error": {"message", "type", "param", "code"}}. An unexpected fault is logged
 here and answered with 500.
 
-A page in a browser must not reach a node by a name that an attacker resolves (DNS rebinding), nor
-from another origin. So the Host header must be a loopback name, one of the node's own names, or the
-IP address that the connection came in by, which no resolved name can equal; and an Origin header
-must name the same host and port as Host. There are no CORS headers.
+An answer that comes before the end of its request's body is sent at once, and the rest of the body
+is read and dropped before the answer ends: a connection that is closed with bytes unread is reset
+by the system, and a client that sends all before it reads would lose the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kakeya.core import errors
 from kakeya.core.log import event
 from kakeya.gateway.figures import HttpMetrics
+from kakeya.gateway.http.callers import CallerCheck, Forbidden
 
 _log = logging.getLogger(__name__)
-_HOST = re.compile(
-    r"(?:\[([0-9a-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+))(?::\d{0,5})?", re.ASCII | re.IGNORECASE
-)
-"""HOST or HOST:PORT; nothing that names a user, a path or a second host."""
-
-
-class Forbidden(errors.KakeyaError):
-    """This caller may not ask this node."""
-
-    code = "forbidden"
+REST_S = 30.0
+"""How long the rest of a body is read behind an answer."""
+REST_QUIET_S = 5.0
+"""The same for a client that sends nothing."""
 
 
 class BodyTooLarge(errors.InvalidArgument):
     """The request body is over the limit."""
 
     code = "request_too_large"
+
+
+class UnsupportedEncoding(errors.Unsupported):
+    """The body is packed in a way that no node reads."""
+
+    code = "unsupported_encoding"
 
 
 class BodyTimeout(errors.KakeyaError):
@@ -69,6 +66,7 @@ _KIND_BY_STATUS = {
 STATUS_BY_ERROR: dict[type[errors.KakeyaError], int] = {
     errors.InvalidArgument: 400,
     BodyTooLarge: 413,
+    UnsupportedEncoding: 415,
     BodyTimeout: 408,
     Forbidden: 403,
     errors.Denied: 403,
@@ -122,29 +120,6 @@ async def send_json(
     await send({"type": "http.response.body", "body": body})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallerCheck:
-    """Decides which callers enter. `hosts` are the node's names and addresses beside loopback."""
-
-    hosts: frozenset[str] = frozenset()
-
-    def check(self, headers: Headers, own_address: str = "") -> None:
-        """Raise Forbidden or InvalidArgument. Bearer tokens, when there are any, belong here.
-
-        `own_address` is the address of this end of the connection, without its port.
-        """
-        given = headers.getlist("host")
-        if len(given) != 1:
-            raise errors.InvalidArgument(f"one Host header is needed, {len(given)} came")
-        host = _hostname(given[0])
-        own = host in self.hosts or _is_loopback(host) or _is_same_address(host, own_address)
-        if not host or not own:
-            raise Forbidden(f"Host {given[0][:300]!r} is no name of this node; use localhost")
-        origin = headers.get("origin")
-        if origin is not None and not _is_same_origin(origin, given[0]):
-            raise Forbidden(f"Origin {origin!r} is not this node; browsers may not call across")
-
-
 class Edge:
     """The outermost layer of the application: admission, counting, translation of errors."""
 
@@ -155,8 +130,10 @@ class Edge:
         admission: CallerCheck,
         metrics: HttpMetrics,
         mono: Callable[[], float],
+        rest_s: float = REST_S,
     ) -> None:
         self._app = app
+        self._rest_s = rest_s
         self._admission = admission
         self._metrics = metrics
         self._mono = mono
@@ -166,17 +143,17 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched = _WatchedSend(send)
+        exchange = _Exchange(receive, send, self._rest_s)
         began_mono = self._mono()
         try:
-            await self._serve(scope, receive, watched)
+            await self._serve(scope, exchange)
         finally:
-            self._metrics.answered(scope, watched.status, self._mono() - began_mono)
+            self._metrics.answered(scope, exchange.status, self._mono() - began_mono)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: _WatchedSend) -> None:
+    async def _serve(self, scope: Scope, send: _Exchange) -> None:
         try:
             self._admission.check(Headers(scope=scope), (scope.get("server") or ("",))[0])
-            await self._app(scope, receive, send)
+            await self._app(scope, send.receive, send)
         except errors.Cancelled:
             return
         except asyncio.CancelledError:  # the server stops and the grace is over
@@ -197,21 +174,46 @@ class Edge:
             await send_json(send, 500, error_body(message, 500, code="internal"))
 
 
-class _WatchedSend:
-    """A send that knows whether an answer began, and with which status."""
+class _Exchange:
+    """The send and the receive of one request; knows how far its answer and its body are."""
 
-    __slots__ = ("_send", "is_started", "status")
+    __slots__ = ("_is_read", "_receive", "_rest_s", "_send", "is_started", "status")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send, rest_s: float) -> None:
+        self._receive = receive
         self._send = send
+        self._rest_s = rest_s
+        self._is_read = False
         self.is_started = False
         self.status = 499  # counted when the client left before an answer began
 
+    async def receive(self) -> Message:
+        """Receive a piece of the body, or the end of the connection."""
+        message = await self._receive()
+        self._is_read = not message.get("more_body", False)
+        return message
+
     async def __call__(self, message: Message) -> None:
+        """Send a piece of the answer; the last one goes out when the body has been read."""
         if not self.is_started:
             self.is_started = True
             self.status = message["status"]
+        elif not self._is_read and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            if not await self._read_rest():
+                return  # without an end of the answer, the server closes the connection
+            message = {"type": "http.response.body"}
         await self._send(message)
+
+    async def _read_rest(self) -> bool:
+        """Drop the rest of the body; returns whether it has ended."""
+        try:
+            async with asyncio.timeout(self._rest_s):
+                while not self._is_read:
+                    await asyncio.wait_for(self.receive(), REST_QUIET_S)
+        except TimeoutError:
+            return False
+        return True
 
 
 def stopping() -> errors.PeerUnavailable:
@@ -232,14 +234,25 @@ async def send_error(send: Send, error: errors.KakeyaError) -> None:
     await send_json(send, status, envelope(error), headers)
 
 
+def _near_path(request: Request) -> str:
+    """The served path that was likely meant: with /v1 once, and no slash twice or at the end."""
+    app = request.scope.get("app")
+    served = {route.path for route in app.routes if isinstance(route, Route)} if app else set()
+    words = [word for word in request.url.path.split("/") if word]
+    plain = [word for word in words if word != "v1"]
+    tried = ("/" + "/".join(found) for found in (words, plain, ["v1", *plain]))
+    return next((path for path in tried if path in served and path != request.url.path), "")
+
+
 async def refuse_route(request: Request, error: Exception) -> Response:
     """Answer the router's own errors: no such route, wrong method."""
     if not isinstance(error, HTTPException):
         raise error
     asked = f"{request.method} {request.url.path}"
     allowed = (error.headers or {}).get("Allow", "")
+    near = _near_path(request)
     message, code = {
-        404: (f"there is no {asked}", "unknown_route"),
+        404: (f"there is no {asked}" + f"; did you mean {near}?" * bool(near), "unknown_route"),
         405: (f"{asked} is not allowed; allowed is {allowed}", "method_not_allowed"),
     }.get(error.status_code, (error.detail, "http_error"))
     return Response(
@@ -248,41 +261,3 @@ async def refuse_route(request: Request, error: Exception) -> Response:
         headers=error.headers,
         media_type="application/json",
     )
-
-
-def _hostname(host: str) -> str:
-    """The host of a Host header, in lower case; "" for anything but HOST or HOST:PORT."""
-    match = _HOST.fullmatch(host)
-    return "" if match is None else (match[1] or match[2]).lower().removesuffix(".")
-
-
-def _is_same_address(host: str, own_address: str) -> bool:
-    """Whether both are one IP address. A zone only says by which of our interfaces."""
-    try:
-        return _address(host) == _address(own_address)
-    except ValueError:
-        return False
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Without its zone; IPv4 as itself, also where a socket for both shows it as IPv6."""
-    address = ipaddress.ip_address(text.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_same_origin(origin: str, host: str) -> bool:
-    try:
-        parts = urlsplit(origin)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()

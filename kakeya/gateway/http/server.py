@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,15 +26,23 @@ HEAD_S = 5.0
 HEAD_BYTES = 32 * KIB
 IDLE_S = 75.0
 """A kept-alive connection without a request; longer than common proxies keep theirs."""
+LINGER_S = 5.0
+"""How long bytes are still read behind a refusal: the system resets a connection that is closed
+before they are read, and the client loses the refusal."""
 _FORCED_S = 2.0
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's connection with JSON refusals and limits on the request's head."""
+    """uvicorn's connection with JSON refusals, limits on the request's head, and no other protocol.
+
+    An offer to upgrade is ignored (RFC 9110, 7.8). The parser takes all behind the head of an offer
+    for another protocol, so a new parser reads that head again without the offer, and the rest.
+    """
 
     head_s = HEAD_S
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -42,6 +51,35 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_whole()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as fault:
+            why = fault.__context__
+            is_ours = isinstance(why, ValueError)
+            self.send_400_response(str(why) if is_ours else "these bytes are no HTTP/1.1 request")
+
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                (read,) = offer.args
+                data = self._head_without_offer() + data[read:]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            else:
+                return
+
+    def _head_without_offer(self) -> bytes:
+        version = self.scope["http_version"].encode()
+        lines = [b"%b %b HTTP/%b" % (self.scope["method"].encode(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -59,7 +97,18 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_is_whole()
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+            return
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # the parser turns this into send_400_response
+            raise ValueError("a node is no proxy")
+        self.scope["method"] = method.decode()
+        self.scope["http_version"] = self.parser.get_http_version()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no HTTP request."""
@@ -68,7 +117,11 @@ class _Protocol(HttpToolsProtocol):
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
             b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
         )
-        self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # ends the request that is being answered, too
+            return
+        self._is_refused = True
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def _count(self, piece: bytes) -> None:
         self._head_bytes += len(piece)

@@ -9,40 +9,34 @@ the parameter. Nothing is ignored in silence.
                   deadline_s: how long the caller waits for the first token, loading included;
                   conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`;
                   priority, service_tier, user, safety_identifier: see `share_params`
-    accepted      a parameter that is absent, null, or has a value that changes nothing (`_NO_OPS`)
+    accepted      a parameter that is absent, null, or has a value that changes nothing (`_NO_OPS`);
+                  values that mean "off": seed, top_k and max_tokens -1, top_p 0, an empty stop
     refused       everything else: 400, code unsupported_parameter
 
-Roles are system, developer (taken as system), user and assistant. Content is a text or a list of
-text parts; a request has at most MAX_MESSAGES and MAX_PARTS of these. A prompt of /v1/completions
-is a text, token ids, or a list of one of these.
+Messages are read by `messages`. A prompt of /v1/completions is a text, token ids, or a list of one
+of these.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
 from kakeya.gateway.http.body import flag, integer, number, refuse, shown, text
 from kakeya.gateway.openai.cache_params import CACHE_PARAMS, read_cache_use
+from kakeya.gateway.openai.messages import parse_messages, parse_tools
 from kakeya.gateway.openai.share_params import SHARE_PARAMS, read_priority, read_user
 from kakeya.generation.request import GenerationPriority, Sampling
 from kakeya.prefix.seam import CacheUse
 from kakeya.text.template import Message, Tool
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 4096
-"""Of all messages together. Each costs some work whatever it says, as a template writes something
-around each message."""
-MAX_STOPS = 4
+MAX_STOPS = 32
 MAX_STOP_CHARS = 1000
-MAX_SEED = 2**64 - 1
+SEED_BITS = 64
 MAX_DEADLINE_S = 86400.0
 COMPLETION_MAX_TOKENS = 16
 """Of /v1/completions when `max_tokens` is absent; a chat goes on to the end of the context."""
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 class ModelNotFound(NotFound):
@@ -147,11 +141,6 @@ _SHARED = frozenset(
     | CACHE_PARAMS
     | SHARE_PARAMS
 )
-_MESSAGE_NO_OPS: Mapping[str, Callable[[object], bool]] = {
-    "refusal": _is(""),
-    "tool_calls": _is([]),
-    "annotations": _is([]),
-}
 
 
 def parse_chat(body: Mapping[str, object]) -> ChatRequest:
@@ -172,33 +161,6 @@ def parse_completion(body: Mapping[str, object]) -> CompletionRequest:
         params=_params(body, default_max_tokens=COMPLETION_MAX_TOKENS),
         prompt=parse_prompt(body.get("prompt")),
     )
-
-
-def parse_messages(value: object) -> tuple[Message, ...]:
-    """Read the messages of a chat. Raises as `parse_chat`."""
-    if not isinstance(value, list) or not value:
-        refuse("messages", value, "a list of at least one message")
-    contents = [entry.get("content") for entry in value if isinstance(entry, dict)]
-    parts = sum(len(content) for content in contents if isinstance(content, list))
-    for count, what, most in ((len(value), "messages", MAX_MESSAGES), (parts, "parts", MAX_PARTS)):
-        if count > most:
-            raise InvalidArgument(
-                f"messages holds {count} {what}; it may hold {most}", param="messages"
-            )
-    return tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
-
-
-def parse_tools(value: object) -> tuple[Tool, ...]:
-    """Read what a chat template shows as tools, objects of any shape. Raises InvalidArgument."""
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        refuse("tools", value, "a list of objects")
-    for index, tool in enumerate(value):
-        if not isinstance(tool, dict):
-            refuse(f"tools[{index}]", tool, "an object")
-        text(json.dumps(tool, ensure_ascii=False), f"tools[{index}]")
-    return tuple(value)
 
 
 def parse_model(value: object) -> str:
@@ -271,6 +233,7 @@ def _max_tokens(body: Mapping[str, object], default: int | None) -> int | None:
     limits = {
         integer(body, name, 1, 2**31 - 1, default=None)
         for name in ("max_tokens", "max_completion_tokens")
+        if body.get(name) != -1
     } - {None}
     if len(limits) > 1:
         raise InvalidArgument(
@@ -281,11 +244,14 @@ def _max_tokens(body: Mapping[str, object], default: int | None) -> int | None:
 
 
 def _sampling(body: Mapping[str, object]) -> SamplingWish:
+    top_k = integer(body, "top_k", -1, 2**31 - 1, default=None)
+    top_p = number(body, "top_p", 0, 1, default=None)
+    seed = integer(body, "seed", -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1, default=None)
     wish = SamplingWish(
         temperature=number(body, "temperature", 0, 2, default=None),
-        top_p=number(body, "top_p", 0, 1, default=None),
-        top_k=integer(body, "top_k", 0, 2**31 - 1, default=None),
-        seed=integer(body, "seed", 0, MAX_SEED, default=None),
+        top_p=1.0 if top_p == 0 else top_p,
+        top_k=0 if top_k == -1 else top_k,
+        seed=None if seed is None or seed == -1 else seed % 2**SEED_BITS,
         min_p=number(body, "min_p", 0, 1, default=None),
     )
     wish.over(Sampling())  # refuses what no model could do, before one is loaded for it
@@ -308,11 +274,13 @@ def _stops(value: object) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         refuse("stop", value, f"a string or a list of at most {MAX_STOPS} strings")
+    found = []
     for index, stop in enumerate(stops):
         name = "stop" if isinstance(value, str) else f"stop[{index}]"
-        if not 1 <= len(text(stop, name)) <= MAX_STOP_CHARS:
-            refuse(name, stop, f"a string of 1 to {MAX_STOP_CHARS} characters")
-    return tuple(dict.fromkeys(stops))
+        found.append(text(stop, name))
+        if len(found[-1]) > MAX_STOP_CHARS:
+            refuse(name, stop, f"a string of at most {MAX_STOP_CHARS} characters")
+    return tuple(stop for stop in dict.fromkeys(found) if stop)
 
 
 def _include_usage(value: object, *, stream: bool) -> bool:
@@ -328,45 +296,6 @@ def _include_usage(value: object, *, stream: bool) -> bool:
             param = f"stream_options.{name}"
             raise Unsupported(f"{shown(param)} is not supported; leave it out", param=param)
     return flag(value, "include_usage", prefix="stream_options.")
-
-
-def _message(value: object, at: str) -> Message:
-    if not isinstance(value, dict):
-        refuse(at, value, "an object with role and content")
-    for name, given in value.items():
-        allowed = _MESSAGE_NO_OPS.get(name)
-        is_no_op = given is None or (allowed is not None and allowed(given))
-        if name not in ("role", "content", "name") and not is_no_op:
-            raise Unsupported(f"{at}.{name} is not supported; leave it out", param=f"{at}.{name}")
-    role = value.get("role")
-    if role in ("tool", "function"):
-        raise Unsupported(f"{at}.role={shown(role)} is not supported: no tools", param=f"{at}.role")
-    if not isinstance(role, str) or role not in _ROLES:
-        refuse(f"{at}.role", role, f"one of {', '.join(_ROLES)}")
-    message = {"role": _ROLES[role], "content": _content(value.get("content"), f"{at}.content")}
-    if value.get("name") is not None:
-        message["name"] = text(value["name"], f"{at}.name")
-    return message
-
-
-def _content(value: object, at: str) -> str:
-    if isinstance(value, str):
-        return text(value, at)
-    if not isinstance(value, list) or not value:
-        refuse(at, value, "a text or a list of text parts")
-    return "".join(_part(part, f"{at}[{index}]") for index, part in enumerate(value))
-
-
-def _part(value: object, at: str) -> str:
-    if not isinstance(value, dict):
-        refuse(at, value, 'a part like {"type": "text", "text": "..."}')
-    kind = value.get("type")
-    if kind != "text":
-        raise Unsupported(f'{at}.type={shown(kind)} is not supported; only "text" is', param=at)
-    for name in value:
-        if name not in ("type", "text"):
-            raise Unsupported(f"{at}.{name} is not supported; leave it out", param=f"{at}.{name}")
-    return text(value.get("text"), f"{at}.text")
 
 
 def _token_id(value: object, index: int) -> int:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kakeya.core.errors import ConfigError
-from kakeya.core.settings import bind_address, is_loopback, peer_address, setting, switch
+from kakeya.core.settings import (
+    Several,
+    bind_address,
+    is_loopback,
+    peer_address,
+    setting,
+    switch,
+    text,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +32,20 @@ class ListenConfig:
         bind_address,
         "127.0.0.1:8210",
         argument="HOST:PORT",
+    )
+    http_hosts: tuple[str, ...] = setting(
+        "a name that HTTP callers have for this node, as host.docker.internal; any number of times",
+        Several(text),
+        (),
+        argument="NAME",
+        flag="--http-host",
+    )
+    http_origins: tuple[str, ...] = setting(
+        "a web page's origin that may call, as app://obsidian.md or tauri://*; any number of times",
+        Several(text),
+        (),
+        argument="ORIGIN",
+        flag="--http-origin",
     )
     advertise: str = setting(
         "the gRPC address that peers are told (the address of --bind)",

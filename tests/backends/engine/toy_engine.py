@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--die-after", type=int, default=0)
     parser.add_argument("--exit-code", type=int, default=0)
     parser.add_argument("--say", default="")
+    parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--ignore-term", action="store_true")
     options = parser.parse_args()
     if options.say:

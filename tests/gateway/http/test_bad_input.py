@@ -7,18 +7,25 @@ are the rows of the bad-input table of the performance notes.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 
+import httpx
 import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.body import OFFLOAD_BYTES, parse_body
+from kakeya.gateway.http.callers import CallerCheck, Forbidden
 from kakeya.gateway.http.connection import HttpLimits
-from kakeya.gateway.http.edge import CallerCheck, Edge, Forbidden
+from kakeya.gateway.http.edge import Edge
+from kakeya.gateway.openai.messages import parse_messages
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -51,7 +58,7 @@ CHAT_ROWS = [
     ({"stop": ["a", 5]}, "stop[1]"),
     ({"top_k": 99999, "temperature": 1.0}, "top_k"),
     ({"logit_bias": {"999999": 5}}, "logit_bias"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role"),
     ({"n": 2}, "n"),
@@ -72,17 +79,16 @@ CHAT_ROWS = [
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"temperature": 10**400}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"min_p": -0.1}, "min_p"),
     ({"min_p": 1.1}, "min_p"),
     ({"min_p": "0.1"}, "min_p"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
     ({"top_k": 2**31}, "top_k"),
     ({"seed": 2**64}, "seed"),
     ({"seed": 1.5}, "seed"),
-    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
-    ({"stop": ""}, "stop"),
+    ({"stop": list("abcdefgh") * 5}, "stop"),
     ({"stop": "x" * 1001}, "stop"),
     ({"stop": {"a": 1}}, "stop"),
     ({"stream": "yes"}, "stream"),
@@ -102,7 +108,6 @@ CHAT_ROWS = [
     ({"tools": [{"type": "function"}], "tool_choice": "none"}, "tools"),
     ({"tools": {"a": 1}, "tool_choice": "none"}, "tools"),
     ({"tools": [{}, "x"], "tool_choice": "none"}, "tools[1]"),
-    ({"tools": [{"a": "\ud800"}], "tool_choice": "none"}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"store": True}, "store"),
     ({"never_heard_of": 1}, "never_heard_of"),
@@ -113,11 +118,15 @@ CHAT_ROWS = [
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "messages[0].tool_calls[0].function.name",
+    ),
+    ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages[0].prefix"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0]",
@@ -126,7 +135,6 @@ CHAT_ROWS = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
         "messages[0].content[0].text",
     ),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
 ]
 TEXT_ROWS = [
     ({"prompt": ""}, "prompt"),
@@ -237,6 +245,131 @@ async def test_a_number_of_thousands_of_digits_is_told_in_words_of_ours(folder):
         "a number has 5000 digits; no parameter needs over 4000"
         in envelope(reply.content)["message"]
     )
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"seed": -1},
+        {"seed": -12345},
+        {"top_k": -1},
+        {"max_tokens": -1},
+        {"top_p": 0},
+        {"stop": ""},
+        {"stop": ["", "never said"]},
+        {"stop": list("1234567")},
+    ],
+    ids=str,
+)
+async def test_values_by_which_clients_say_off_are_taken(folder, off):
+    async with serving(ToyModel(folder, script="ab")) as served:
+        reply = await served.http.post("/v1/chat/completions", json={**CHAT, **off})
+    assert reply.status_code == 200, reply.text
+
+
+def call(name: str = "f", arguments: object = "{}") -> dict[str, object]:
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKED = {"role": "user", "content": "hi"}
+PASTS = [
+    [ASKED, {"role": "assistant", "content": None}, ASKED],
+    [ASKED, {"role": "assistant"}, ASKED],
+    [ASKED, {"role": "assistant", "content": []}, ASKED],
+    [ASKED, {"role": "assistant", "content": "x", "reasoning_content": "because"}, ASKED],
+    [ASKED, {"role": "assistant", "content": "x", "reasoning": ""}, ASKED],
+    [{**ASKED, "id": "m1", "status": "completed"}],
+    [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}]}],
+    [{"role": "user", "content": [{"type": "input_text", "text": "hi"}, "and more"]}],
+    [ASKED, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, ASKED],
+    [
+        ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call()]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+    ],
+    [
+        ASKED,
+        {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{"}},
+        {"role": "function", "name": "f", "content": None},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", PASTS, ids=lambda messages: str(messages[-2:])[:60])
+async def test_what_carries_the_past_of_a_conversation_is_taken(folder, messages):
+    async with serving(ToyModel(folder, script="ab")) as served:
+        reply = await served.http.post(
+            "/v1/chat/completions", json={"model": "toy", "messages": messages}
+        )
+    assert reply.status_code == 200, reply.text
+
+
+def test_arguments_of_a_call_are_an_object_for_the_template_where_they_are_one() -> None:
+    asked = [
+        ASKED,
+        {"role": "assistant", "tool_calls": [call(arguments='{"a": 1}'), call(arguments="{a")]},
+    ]
+    past = parse_messages(asked)[1]
+    read = [one["function"]["arguments"] for one in past["tool_calls"]]  # type: ignore[attr-defined]
+    assert read == [{"a": 1}, "{a"]
+
+
+@given(st.text(alphabet=st.characters(categories=["Cs", "L", "Nd"]), max_size=20))
+def test_half_a_character_becomes_the_sign_for_it_and_all_else_stays(said: str) -> None:
+    (message,) = parse_messages([{"role": "user", "content": said}])
+    content = str(message["content"])
+    content.encode()
+    assert len(content) == len(said)
+    for sign, was in zip(content, said, strict=True):
+        assert sign == ("\ufffd" if "\ud800" <= was <= "\udfff" else was)
+
+
+PACKED = json.dumps(CHAT).encode()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("Identity", PACKED, 200),
+        ("", PACKED, 200),
+        ("gzip", gzip.compress(PACKED), 200),
+        ("GZIP", gzip.compress(PACKED), 200),
+        ("zstd", zstandard.compress(PACKED), 200),
+        ("identity", b"\xef\xbb\xbf" + PACKED, 200),
+        ("br", PACKED, 415),
+        ("gzip, gzip", PACKED, 415),
+        ("gzip", PACKED, 400),
+        ("gzip", gzip.compress(PACKED)[:-9], 400),
+        ("zstd", PACKED, 400),
+        ("gzip", gzip.compress(bytes(5 << 20)), 413),
+        ("zstd", zstandard.compress(bytes(5 << 20)), 413),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+async def test_packed_bodies_are_read_within_the_limit(folder, encoding, body, status):
+    async with serving(ToyModel(folder, script="ab")) as served:
+        head = {"content-type": "application/json", "content-encoding": encoding}
+        reply = await served.http.post("/v1/chat/completions", content=body, headers=head)
+        assert reply.status_code == status, reply.text
+        await works(served)
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("//v1//chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/healthz", "/healthz"),
+        ("/nothing/like/it", ""),
+    ],
+)
+async def test_a_path_that_nearly_exists_is_named(folder, path, near):
+    async with serving(ToyModel(folder)) as served:
+        reply = await served.http.post(httpx.URL(str(served.http.base_url) + path), json=CHAT)
+    assert reply.status_code == 404
+    message = envelope(reply.content)["message"]
+    assert message.endswith(f"did you mean {near}?") if near else "did you mean" not in message
 
 
 async def test_values_that_change_nothing_are_accepted(folder):

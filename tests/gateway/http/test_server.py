@@ -7,6 +7,8 @@ import json
 import random
 import signal
 import socket
+import urllib.error
+import urllib.request
 from contextlib import asynccontextmanager
 
 import httpx
@@ -91,3 +93,61 @@ async def test_a_head_that_does_not_come_is_not_waited_for_and_a_slow_answer_is(
             async with asyncio.timeout(60):
                 assert await served.raw(beginning) == b""
         assert (await served.http.post("/v1/completions", json=BODY)).status_code == 200
+
+
+OFFERS = {
+    "h2c": "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n",
+    "websocket": "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+    "TLS": "Connection: keep-alive, Upgrade\r\nUpgrade: TLS/1.2\r\n",
+    "without Connection": "Upgrade: h2c\r\n",
+}
+
+
+async def raw(served, *packets: bytes) -> list[int]:
+    """The statuses of the answers to these bytes, with a plain request behind them."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    for packet in (*packets, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        writer.write(packet)
+        await writer.drain()
+        await asyncio.sleep(0.01)  # a packet of its own
+    statuses = []
+    for _ in range(2):
+        head = await reader.readuntil(b"\r\n\r\n")
+        statuses.append(int(head.split()[1]))
+        length = next(
+            int(line.split(b":")[1])
+            for line in head.lower().split(b"\r\n")
+            if line.startswith(b"content-length:")
+        )
+        await reader.readexactly(length)
+    writer.close()
+    return statuses
+
+
+@pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+async def test_an_offer_to_upgrade_is_ignored(folder, offer, is_chunked, parts):
+    body = json.dumps({**BODY, "max_tokens": 2}).encode()
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{offer}{length}\r\n\r\n".encode()
+    sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    async with serving(ToyModel(folder)) as served:
+        packets = (head + sent,) if parts == 1 else (head, sent)
+        assert await raw(served, *packets) == [200, 200]
+
+
+@pytest.mark.parametrize("size", [5 << 20, 30 << 20])
+async def test_a_client_that_sends_all_before_it_reads_gets_the_refusal_of_its_body(folder, size):
+    request = urllib.request.Request("http://localhost", bytes(size))
+
+    def send(port: int) -> int:
+        request.full_url = f"http://127.0.0.1:{port}/v1/completions"
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refusal:
+            return refusal.code
+
+    async with serving(ToyModel(folder)) as served:
+        assert await asyncio.to_thread(send, served.port) == 413
