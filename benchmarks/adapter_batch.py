@@ -76,6 +76,7 @@ class Bench:
     def load_adapters(self) -> None:
         """Fill the slots."""
         assert isinstance(self.loaded.adapters, AdapterSlots)
+        self.loaded.adapters.grow(ROWS)
         for slot in range(1, ROWS + 1):
             self.loaded.adapters.load(slot, random_adapter(slot))
 

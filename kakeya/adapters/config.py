@@ -17,7 +17,8 @@ class AdapterConfig:
     """How many adapters an engine holds, how large they are, and how pages are shared out."""
 
     slots: int = setting(
-        "adapters that an engine holds at the same time; 0: no adapter is served",
+        "the most adapters that an engine holds at the same time, as far as there is memory; "
+        "0: no adapter is served",
         whole(0, 256, "slots"),
         8,
     )

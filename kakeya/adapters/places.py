@@ -91,11 +91,11 @@ class AdapterEngine(Protocol):
         ...
 
 
-def slot_bytes(packed: PackedAdapter, facts: ModelFacts) -> int:
-    """The most bytes of slots for all layers that an adapter names."""
+def slot_bytes(packed: PackedAdapter, facts: ModelFacts, slots: int) -> int:
+    """The most bytes of so many slots for all layers that an adapter names."""
     features = sum(tensor.in_size + tensor.out_size for tensor in packed.tensors)
     is_half = facts.device != "cpu" and facts.dtype in ("float16", "bfloat16")
-    return (facts.adapter_slots + 1) * facts.adapter_rank * features * (2 if is_half else 4)
+    return slots * facts.adapter_rank * features * (2 if is_half else 4)
 
 
 class AdapterPlaces:
@@ -208,7 +208,7 @@ class AdapterPlaces:
                     raise
                 else:
                     size = await self._load_into_room(adapter, engine, pid, out)
-        await self._settle(adapter.base, size * (facts.adapter_slots + 1) if facts else 0)
+        await self._settle(adapter.base, size)
         if self._pids.get(adapter.base) != pid:
             raise PeerUnavailable(f"the engine of {adapter.base} ended", retry_after_s=1.0)
         self._table.entered_slot(adapter)
@@ -283,7 +283,7 @@ class AdapterPlaces:
         out: Adapter | None,
         sent: Callable[[], None] | None = None,
     ) -> int:
-        """Have the engine read the pages; returns the bytes of one slot there."""
+        """Have the engine read the pages; returns the bytes of all slots there."""
         instead_of = out.adapter_id if out is not None else ""
         length = self._record_of(adapter.adapter_id).packed_bytes
         for _ in range(_TRIES):
@@ -307,7 +307,7 @@ class AdapterPlaces:
         )
 
     async def _make_room(self, adapter: Adapter, facts: ModelFacts) -> bool:
-        """Borrow the bytes of new slots for all layers that an adapter names.
+        """Borrow the bytes of as many slots again, in all layers that an adapter names, or of one.
 
         For an engine without KV to spare for them.
         """
@@ -316,10 +316,14 @@ class AdapterPlaces:
         if block is None:
             return False
         length = self._record_of(adapter.adapter_id).packed_bytes
-        more = slot_bytes(unpack(self._arena.view(block, length), is_trusted=True), facts)
+        packed = unpack(self._arena.view(block, length), is_trusted=True)
         known = self._slot_bytes.get(adapter.base, 0)
-        if await self._lend_slots(adapter.base, known + more):
-            return True
+        there = len(self._table.hot(adapter.base))
+        sizes = [slot_bytes(packed, facts, slots) for slots in (there + 2, 1)]
+        del packed
+        for more in sizes if there else sizes[:1]:
+            if await self._lend_slots(adapter.base, known + more):
+                return True
         await self._lend_slots(adapter.base, known)
         return False
 

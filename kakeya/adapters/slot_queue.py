@@ -8,6 +8,9 @@ empties, and the oldest request gets it. An adapter yields no longer than others
 An adapter that is on disk only is laid in pages first; its request then has the place in the queue
 of the time when it came. So no other request waits for a disk, or for pages. The mover, which
 serves the queue, lays an adapter in pages only if its pages were taken meanwhile.
+
+An engine adds slots while its memory allows. Where it refuses one, its adapters share those there
+are, for a while: the one that idles longest leaves its slot.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from kakeya.core.errors import (
     Conflict,
     InvariantBroken,
     KakeyaError,
+    MemoryRefused,
     PeerUnavailable,
     QueueFull,
     Unsupported,
@@ -38,6 +42,8 @@ Lend = Callable[[str, float], AbstractAsyncContextManager[AdapterEngine]]
 """Holds a model's engine, loaded for it if need be; waits at the most the given seconds."""
 MAX_WAITING = 256
 _ENGINE_PATIENCE_S = 120.0
+_SHORT_S = 30.0
+"""How long an engine that refused a slot for want of memory is asked for no more."""
 _TRIES = 3
 """The most engines that may end under one request."""
 
@@ -77,8 +83,9 @@ class SlotQueue:
         self._wake = asyncio.Event()
         self._prefetch: tuple[Move, ...] = ()
         self._warming = 0
+        self._short = 0, 0.0  # no more slots than these, until this time
         self.slots = 0
-        """Slots of the engine that was last seen."""
+        """The most slots of the engine that was last seen, or those that its memory allows."""
 
     @property
     def waiting(self) -> int:
@@ -196,8 +203,11 @@ class SlotQueue:
                 f"the engine of {self._base} takes no adapters; start the node with "
                 "adapters.slots of 1 or more"
             )
+        bound, until_mono = self._short
+        if self._clock.mono() < until_mono:
+            self.slots = min(self.slots, bound)
         hot = self._table.hot(self._base)
-        free = self.slots - len(hot)
+        free = max(0, self.slots - len(hot))
         batch = self._former.form(
             self._clock.mono(),
             places=free + sum(adapter.is_idle for adapter in hot),
@@ -253,6 +263,9 @@ class SlotQueue:
             adapter.is_doubtful = True
             return self._try_again(waiters, problem)
         except KakeyaError as problem:
+            if isinstance(problem, MemoryRefused) and out is None and self._is_short():
+                self._put_back(waiters)
+                return True
             self._fail(waiters, self._refusal(adapter, problem))
             return True
         finally:
@@ -261,6 +274,12 @@ class SlotQueue:
                 out.is_moving = False
         self._grant(waiters)
         return True
+
+    def _is_short(self) -> bool:
+        """Note that there is no memory for a further slot; False where there is none at all."""
+        there = len(self._table.hot(self._base))
+        self._short = there, self._clock.mono() + _SHORT_S
+        return there > 0
 
     async def _tidy(self) -> None:
         """Move adapters ahead of need, while no request waits and the engine is up anyway."""

@@ -1,6 +1,7 @@
 """Tiers of adapters: which deserve a slot of an engine, pages, or only the disk. Pure.
 
-    HOT    in a slot of its engine     >= 10 uses in the last 60 s, and among the first 100
+    HOT    in a slot of its engine     >= 10 uses in the last 60 s, and among the first for whom
+                                       the engine has slots
     WARM   packed, in pages            >= 1 use, and among the next 1000
     COLD   compressed, on disk         everything; it is always there too
 
@@ -51,7 +52,6 @@ class TierRules:
         "so many uses make an adapter hot", whole(1, 100_000, "uses"), 10, key="adapters.hot_uses"
     )
     warm_uses: int = 1
-    hot_places: int = 100  # or fewer, as the engine has slots
     warm_places: int = setting(
         "the most adapters that are rated warm",
         whole(0, 100_000, "adapters"),
@@ -268,7 +268,7 @@ class AdapterTable:
         chosen: list[tuple[float, Adapter]] = []
         for base, found in candidates.items():
             found.sort(key=_by_weight)
-            chosen += found[: min(self.rules.hot_places, slots.get(base, 0))]
+            chosen += found[: slots.get(base, 0)]
         return [adapter for _, adapter in sorted(chosen, key=_by_weight)]
 
     def _rate_warm(

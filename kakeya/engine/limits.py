@@ -104,13 +104,13 @@ class EngineLimits:
         if allowed != self._slots.budget_bytes:
             self._slots.set_budget(allowed)
 
-    def slot_room_bytes(self) -> int | None:
-        """Bytes that more slots of adapters may take, beside the KV of running generations and the
-        least KV; None = without a bound."""
+    def slot_room_bytes(self, keeps_kv: bool) -> int | None:
+        """Bytes that more slots of adapters may take, beside the whole KV bound, or beside the KV
+        of running generations and the least KV; None = without a bound."""
         room = self.room_bytes()
         if self._share_bytes is None or room is None:
             return None
-        kv = max(self.room.lent_bytes, self._least_kv_bytes())
+        kv = max(self.room.lent_bytes, self._kv_bytes if keeps_kv else self._least_kv_bytes())
         left = self._share_bytes - self._model_bytes - self._slot_bytes() - kv
         return max(0, min(room, left))
 

@@ -234,11 +234,16 @@ class PromptForward(Protocol):
 
 
 class AdapterBank(Protocol):
-    """Slots for adapters beside a model's weights, 1 to `count`."""
+    """Slots for adapters beside a model's weights, 1 to `slots`, which grow to `count`."""
 
     @property
     def count(self) -> int:
-        """Adapters that fit at the same time."""
+        """The most adapters at the same time."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Slots that there are by now; 0 before the first adapter."""
         ...
 
     @property
@@ -246,16 +251,17 @@ class AdapterBank(Protocol):
         """Bytes of all slots, used or not; they grow and never shrink."""
         ...
 
-    def missing_bytes(self, adapter: PackedAdapter) -> int:
-        """Bytes to allocate for this adapter. Raises InvalidArgument if it does not fit."""
+    def missing_bytes(self, adapter: PackedAdapter, slots: int) -> int:
+        """Bytes to allocate for this adapter and so many slots. Raises InvalidArgument if it does
+        not fit."""
+        ...
+
+    def grow(self, slots: int) -> None:
+        """Have so many slots; those that are there keep their adapters."""
         ...
 
     def load(self, slot: int, adapter: PackedAdapter) -> None:
         """Fill a slot. Raises InvalidArgument if it does not fit the model."""
-        ...
-
-    def slot_bytes(self) -> int:
-        """Bytes of one slot."""
         ...
 
 

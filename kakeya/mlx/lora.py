@@ -7,8 +7,9 @@ layer adds, for each row of the batch,
     (x @ A[slot]) @ B[slot]      A [1 + slots, in, rank]      B [1 + slots, rank, out]
 
 with two gathered products; the adapter's scale is folded into B, a smaller rank is filled up with
-zeros. Slot 0 is zero: rows without an adapter. Where no row of a forward has one, nothing is
-added, and the result has the model's own bits.
+zeros. Slots are added as adapters come, by copying a layer's matrices. Slot 0 is zero: rows without
+an adapter. Where no row of a forward has one, nothing is added, and the result has the model's own
+bits.
 
 One gathered product for all rows is 10 to 40 times faster on the CPU than a loop over the
 distinct slots, and the row's bits are the same as alone; Metal has a kernel for it, too.
@@ -46,17 +47,25 @@ class _Stack:
     """
 
     def __init__(self, slots: int, in_size: int, rank: int, out_size: int, dtype: mx.Dtype) -> None:
-        self.a = mx.zeros((slots, in_size, rank), dtype=dtype)
-        self.b = mx.zeros((slots, rank, out_size), dtype=dtype)
-        mx.eval(self.a, self.b)
+        self.a = mx.zeros((0, in_size, rank), dtype=dtype)
+        self.b = mx.zeros((0, rank, out_size), dtype=dtype)
         self.sizes = (in_size, out_size)
-        self._ranks = [0] * slots
-        # numpy has no bfloat16.
-        self._views = None if dtype == mx.bfloat16 else (np.asarray(self.a), np.asarray(self.b))
+        self._ranks: list[int] = []
+        self._views: tuple[NDArray[Any], NDArray[Any]] | None = None
+        self.grow(slots)
 
     @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
+
+    def grow(self, slots: int) -> None:
+        """Have so many slots; those that are there keep their matrices."""
+        missing = slots - len(self._ranks)
+        self.a, self.b = _longer(self.a, missing), _longer(self.b, missing)
+        mx.eval(self.a, self.b)
+        self._ranks += [0] * missing
+        if self.a.dtype != mx.bfloat16:  # numpy has none
+            self._views = np.asarray(self.a), np.asarray(self.b)
 
     def clear(self, slot: int) -> None:
         """Make a slot add nothing."""
@@ -87,6 +96,10 @@ class _Stack:
         b[slot, rank:before] = 0
         if self._views is None:
             mx.eval(self.a, self.b)
+
+
+def _longer(stack: mx.array, missing: int) -> mx.array:
+    return mx.concatenate([stack, mx.zeros((missing, *stack.shape[1:]), dtype=stack.dtype)])
 
 
 def _mlx(values: NDArray[Any], dtype: mx.Dtype) -> mx.array:
@@ -132,7 +145,7 @@ class _Fit:
 
 @ends_with_device
 class AdapterSlots:
-    """The slots of one network, 1 to `count`; belongs to the model thread.
+    """The slots of one network, 1 to `slots`, which grow to `count`; belongs to the model thread.
 
     `base` is the fingerprint of the weights, "" = unknown: adapters for another base are refused.
     """
@@ -144,7 +157,7 @@ class AdapterSlots:
         self._base = base
         self._rows = _Rows()
         self._stacks: dict[str, _Stack] = {}
-        self._nbytes = 0
+        self._slots = 0
         self._fits: dict[_Shape, _Fit] = {}
         """Adapters trained alike have one shape: it is held against the network once."""
         self._filled: dict[int, frozenset[str]] = {}
@@ -160,8 +173,13 @@ class AdapterSlots:
 
     @property
     def count(self) -> int:
-        """Adapters that fit at the same time."""
+        """The most adapters at the same time."""
         return self._count
+
+    @property
+    def slots(self) -> int:
+        """Adapters that have a place by now."""
+        return self._slots
 
     @property
     def max_rank(self) -> int:
@@ -171,28 +189,31 @@ class AdapterSlots:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, used or not."""
-        return self._nbytes
+        return sum(stack.nbytes for stack in self._stacks.values())
 
-    def slot_bytes(self) -> int:
-        """Bytes of one slot."""
-        return self.nbytes // (self._count + 1)
-
-    def missing_bytes(self, adapter: PackedAdapter) -> int:
-        """Bytes of slots for layers that only this adapter names.
+    def missing_bytes(self, adapter: PackedAdapter, slots: int) -> int:
+        """Bytes to allocate for so many slots, this adapter's layers included.
 
         Raises InvalidArgument, naming the tensor, where the adapter does not fit the network.
         """
         shape = self._check(adapter)
         self._checked = weakref.ref(adapter), shape
+        missing = (slots - self._slots) * self.nbytes // (self._slots + 1)
         if shape in self._fits:
-            return 0
-        missing = 0
+            return missing
         for tensor in adapter.tensors:
             if tensor.path not in self._stacks:
                 dtype = _stack_dtype(_find(self._network, tensor.path))
-                values = (self._count + 1) * self._max_rank * (tensor.in_size + tensor.out_size)
+                values = (slots + 1) * self._max_rank * (tensor.in_size + tensor.out_size)
                 missing += values * dtype.size
         return missing
+
+    def grow(self, slots: int) -> None:
+        """Have so many slots, at most `count`; adapters that are loaded stay."""
+        self._wait()
+        for stack in self._stacks.values():
+            stack.grow(slots + 1)
+        self._slots = slots
 
     def load(self, slot: int, adapter: PackedAdapter) -> None:
         """Fill a slot that no running row uses; the matrices are copied before it returns.
@@ -206,9 +227,7 @@ class AdapterSlots:
         else:
             shape = self._check(adapter)
         fit = self._fit(adapter, shape)
-        if self._may_fly:  # steps in flight read the stacks, which are written in place
-            mx.synchronize()
-            self._may_fly = False
+        self._wait()
         for path in self._filled.pop(slot, frozenset()) - fit.paths:
             self._stacks[path].clear(slot)
         factor = np.float32(adapter.scale)
@@ -225,6 +244,12 @@ class AdapterSlots:
             yield
         finally:
             self._rows.slots = None
+
+    def _wait(self) -> None:
+        """Wait for steps in flight: they read the stacks, which are written in place."""
+        if self._may_fly:
+            mx.synchronize()
+            self._may_fly = False
 
     def _fit(self, adapter: PackedAdapter, shape: _Shape) -> _Fit:
         """The layers of a checked adapter; layers that none named before are wrapped."""
@@ -274,10 +299,9 @@ class AdapterSlots:
 
     def _wrap(self, tensor: PackedTensor) -> None:
         linear = _find(self._network, tensor.path)
-        dtype, slots = _stack_dtype(linear), self._count + 1
+        dtype, slots = _stack_dtype(linear), self._slots + 1
         stack = _Stack(slots, tensor.in_size, self._max_rank, tensor.out_size, dtype)
         self._stacks[tensor.path] = stack
-        self._nbytes += stack.nbytes
         parent, _, name = tensor.path.rpartition(".")
         holder = _walk(self._network, parent)
         wrapped = _SlottedLinear(linear, stack, self._rows)

@@ -82,7 +82,7 @@ class _Engine:
         if model.adapters is not None:
             adapters = EngineAdapters(
                 model.adapters,
-                lambda: self.scheduler.limits.slot_room_bytes(),
+                lambda keeps_kv: self.scheduler.limits.slot_room_bytes(keeps_kv),
                 lambda: self.scheduler.limits.fit_kv(),
             )
         self.model = model

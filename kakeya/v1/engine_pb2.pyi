@@ -1291,6 +1291,7 @@ class AdapterLoaded(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     bytes: _builtins.int
+    """Of all slots there are by now."""
     def __init__(
         self,
         *,

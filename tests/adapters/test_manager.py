@@ -28,6 +28,7 @@ from kakeya.core.errors import (
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from tests.adapters.adapter_folders import tiny_adapter, tiny_arrays, write_adapter
 from tests.adapters.world import TINY, World, settled, waiting, world
+from tests.fakes import SettableClock
 
 
 def only_file(node: World) -> Path:
@@ -661,10 +662,10 @@ async def test_slots_are_lent_what_they_take_and_asked_for_where_the_engine_has_
             await node.add(seed)
         with await node.adapters.acquire(f"{TINY}:a1"):
             (packed,) = node.engine.held.values()
-            taken = 3 * len(packed)
-        assert lent == [taken], "a slot, for as many as there are and the empty one"
+            taken = len(packed)
+        assert lent == [taken]
         with await node.adapters.acquire(f"{TINY}:a2"):
-            assert lent == [taken], "the same layers: nothing new"
+            assert lent == [taken], "the same layers: no slot more"
         refusals = 1
 
         def refuse() -> None:
@@ -676,9 +677,43 @@ async def test_slots_are_lent_what_they_take_and_asked_for_where_the_engine_has_
         node.engine.before_load = refuse
         with await node.adapters.acquire(f"{TINY}:a3"):
             features = 4 * (512 + 384 + 384 + 512)
-            assert lent[1:] == [taken + 3 * 16 * features * 4, taken]
+            assert lent[1:] == [taken + 4 * 16 * features * 4, taken]
         has_room, refusals = False, 1
         node.engine.restart(node.adapters)
         with pytest.raises(MemoryRefused, match="no room for slots"):
             await node.adapters.acquire(f"{TINY}:a1")
         assert lent[-1] == 0
+
+
+async def test_adapters_share_the_slots_that_memory_allows(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=2) as node:
+        node.engine.promised = 100
+        models = [await node.add(seed) for seed in range(6)]
+        for _ in range(2):
+            for model in models:
+                with await node.adapters.acquire(model):
+                    assert len(node.engine.held) <= 2
+        assert node.adapters.status()["models"][TINY]["slots"] == 2
+        node.engine.slots = 6
+        with (
+            await node.adapters.acquire(models[0]),
+            await node.adapters.acquire(models[1]),
+            pytest.raises(CapacityExhausted, match="2 of 2 are taken"),
+        ):
+            await node.adapters.acquire(models[2], patience_s=0.05)
+
+
+async def test_a_slot_is_asked_for_again_after_a_while(tmp_path: Path) -> None:
+    clock = SettableClock()
+    async with world(tmp_path, slots=1, clock=clock) as node:
+        node.engine.promised = 100
+        models = [await node.add(seed) for seed in range(3)]
+        for model in models:
+            with await node.adapters.acquire(model):
+                pass
+        node.engine.slots = 100
+        clock.advance(31.0)
+        for model in models:
+            with await node.adapters.acquire(model):
+                pass
+        assert len(node.engine.held) == 3

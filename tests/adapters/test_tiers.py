@@ -67,10 +67,10 @@ def test_who_deserves_a_slot_comes_into_pages_first() -> None:
 
 
 def test_the_threshold_and_the_rank_must_both_hold() -> None:
-    table, adapters = filled(5, TierRules(hot_places=2))
+    table, adapters = filled(5)
     for times, adapter in zip((50, 40, 30, 20, 3), adapters, strict=True):
         used(table, adapter, times, 0.0)
-    table.rebalance(0.0, {BASE: 8})
+    table.rebalance(0.0, {BASE: 2})
     assert [a.rating for a in adapters] == [Tier.HOT] * 2 + [Tier.WARM] * 3
 
 
@@ -218,7 +218,7 @@ class Tiers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.slots = {BASE: 2, "n": 1}
-        self.table = AdapterTable(TierRules(hot_places=2, warm_places=3, hot_uses=3))
+        self.table = AdapterTable(TierRules(warm_places=3, hot_uses=3))
         self.now = 0.0
         self.held: list[Adapter] = []
 

@@ -46,6 +46,8 @@ class ToyEngine:
     most: int = 0
     lent: int = 0
     fingerprint: str = ""
+    promised: int = 0
+    """The slots that it tells of, where it has fewer."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -55,7 +57,7 @@ class ToyEngine:
             vocab_size=8,
             context_tokens=8,
             eos_token_ids=(),
-            adapter_slots=self.slots,
+            adapter_slots=self.promised or self.slots,
             adapter_rank=16,
             base_fingerprint=self.fingerprint,
         )

@@ -409,7 +409,12 @@ def test_slots_of_adapters_lower_the_kv_bound_so_that_a_promised_context_can_be_
         bound = now.resident_bytes + kv
         scheduler.call(lambda: limits.set(bound, 0, kv)).result(WAIT_S)
         assert limits.room.longest_tokens == 24 * 256
-        scheduler.call(lambda: take(adapters, "a", packed)).result(WAIT_S)
+        beside, within = (limits.slot_room_bytes(keeps_kv) for keeps_kv in (True, False))
+        assert beside is not None
+        assert within is not None
+        assert beside < BLOCK_BYTES < 12 * BLOCK_BYTES < within, "the least KV are 8 blocks"
+        for name in ("a", "b"):
+            scheduler.call(lambda name=name: take(adapters, name, packed)).result(WAIT_S)
         assert model.adapters is not None
         slots = model.adapters.nbytes
         assert slots > 2 * BLOCK_BYTES

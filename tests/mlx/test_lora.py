@@ -111,13 +111,29 @@ def test_filling_one_slot_leaves_the_others(model: LoadedModel) -> None:
 
 
 def test_bytes_are_foreseen(model: LoadedModel) -> None:
-    slots = slots_of(model)
-    adapter = random_adapter(2)
-    foreseen = slots.missing_bytes(adapter)
-    slots.load(1, adapter)
-    assert slots.nbytes == foreseen > 0
-    assert slots.missing_bytes(adapter) == 0
-    assert slots.slot_bytes() * 3 == slots.nbytes
+    assert model.adapters is not None
+    slots, adapter = model.adapters, random_adapter(2)
+    part = replace(adapter, tensors=adapter.tensors[:1])
+    for number, (one, count) in enumerate(((part, 1), (adapter, 1), (adapter, 2)), start=1):
+        foreseen = slots.nbytes + slots.missing_bytes(one, count)
+        slots.grow(count)
+        slots.load(min(number, count), one)
+        assert slots.nbytes == foreseen > 0
+        assert slots.missing_bytes(one, count) == 0
+
+
+def test_adapters_stay_as_they_are_when_slots_are_added(model: LoadedModel) -> None:
+    assert model.adapters is not None
+    slots = model.adapters
+    slots.grow(1)
+    slots.load(1, random_adapter(1))
+    before = logits(model, 1)
+    slots.grow(2)  # while a step is in flight
+    after = logits(model, 1)
+    slots.load(2, random_adapter(3))
+    assert mx.array_equal(before, after).item()
+    assert mx.array_equal(before, logits(model, 1)).item()
+    assert not mx.array_equal(before, logits(model, 2)).item()
 
 
 def test_a_quantized_layer_takes_adapters_too(tmp_path: Path) -> None:

@@ -213,9 +213,9 @@ class EngineBackend(EngineLife):
     ) -> int:
         """Load an adapter from pinned pages into a free slot or that of an idle adapter.
 
-        Returns its bytes. `sent` is called when the load is sent: a later decode with the adapter
-        runs after the load, and ends with NotFound if the load fails. One should follow. A
-        restarted engine holds no adapters.
+        Returns the bytes of all slots. `sent` is called when the load is sent: a later decode with
+        the adapter runs after the load, and ends with NotFound if the load fails. One should
+        follow. A restarted engine holds no adapters.
 
         Raises MemoryRefused without a slot or room, InvalidArgument if the adapter does not fit the
         model, Conflict if the other adapter is in use or the pages were freed, UnknownMethod if

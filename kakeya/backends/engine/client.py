@@ -243,7 +243,8 @@ class EngineClient:
         instead_of: str = "",
         sent: Callable[[], None] | None = None,
     ) -> int:
-        """Load an adapter from pages into a free slot or that of an idle adapter; return its bytes.
+        """Load an adapter from pages into a free slot or that of an idle adapter; return the bytes
+        of all slots.
 
         `sent` is called when the load is sent. A later decode with the adapter runs after the load,
         and ends with NotFound if the load fails. The engine delays its answer a little for such a

@@ -3,6 +3,9 @@
 A slot that a running sequence uses is never written. An adapter that is loaded again with another
 content gets another slot: sequences that began with the old one end with it, new ones use the new
 one, and the old slot is free when its last sequence has ended. Belongs to the model thread.
+
+There is a slot for the first adapter, and twice as many when the next one finds none free; one
+more where there is no room for that. The first slots may take room of KV, later ones may not.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from kakeya.engine.adapters.pages import ReadAdapter
 from kakeya.engine.model import AdapterBank
 from kakeya.engine.queue.room import RETRY_S
 
+_FIRST_SLOTS = 8
+"""Slots that may take room of KV."""
+
 
 @dataclass(slots=True, eq=False)
 class SlottedAdapter:
@@ -37,7 +43,7 @@ class SlottedAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedAdapter:
-    """The slot of an adapter, and the bytes that it takes there."""
+    """The slot of an adapter, and the bytes of all slots there are."""
 
     slot: int
     nbytes: int
@@ -49,16 +55,16 @@ class EngineAdapters:
     def __init__(
         self,
         bank: AdapterBank,
-        room_bytes: Callable[[], int | None] = lambda: None,
+        room_bytes: Callable[[bool], int | None] = lambda keeps_kv: None,
         grown: Callable[[], None] = lambda: None,
     ) -> None:
-        """`room_bytes` returns the bytes that new slots may take, None = without a bound; `grown`
-        is called when new slots were allocated."""
+        """`room_bytes` returns the bytes that new slots may take, within the room of KV or beside
+        it; None = without a bound. `grown` is called when new slots were allocated."""
         self._bank = bank
         self._room_bytes = room_bytes
         self._grown = grown
         self._loaded: dict[str, SlottedAdapter] = {}
-        self._free = list(range(bank.count, 0, -1))
+        self._free = list(range(bank.slots, 0, -1))
 
     def load(self, adapter_id: str, read: ReadAdapter, instead_of: str = "") -> LoadedAdapter:
         """Take an adapter into a slot; a no-op for one that is there.
@@ -115,10 +121,15 @@ class EngineAdapters:
         if held is not None and held.content == read.content:
             self.unload(instead_of)
         else:
-            self._check_room(adapter)
-            self.unload(instead_of)
-            slot = self._slot_for(adapter_id, held)
+            is_own = held is not None and not held.users
+            is_free = is_own or bool(self._free) or instead_of in self._loaded
+            slots = self._slots_for(adapter, needs_one=not is_free)
             before = self._bank.nbytes
+            if slots > self._bank.slots:
+                self._free = list(range(slots, self._bank.slots, -1))
+                self._bank.grow(slots)
+            self.unload(instead_of)
+            slot = held.slot if held is not None and is_own else self._free.pop()
             try:
                 self._bank.load(slot, adapter)
                 # The agent may have given up to wait, and the pages with it.
@@ -131,7 +142,7 @@ class EngineAdapters:
             held = self._loaded[adapter_id] = SlottedAdapter(adapter_id, slot, read.content)
             if self._bank.nbytes != before:
                 self._grown()
-        return LoadedAdapter(slot=held.slot, nbytes=self._bank.slot_bytes())
+        return LoadedAdapter(slot=held.slot, nbytes=self._bank.nbytes)
 
     def _check_idle(self, adapter_id: str) -> None:
         held = self._loaded.get(adapter_id)
@@ -141,23 +152,22 @@ class EngineAdapters:
                 "unload it when they have ended"
             )
 
-    def _check_room(self, adapter: PackedAdapter) -> None:
-        """The first adapter that names a layer allocates all slots of that layer."""
-        missing = self._bank.missing_bytes(adapter)
-        room = self._room_bytes() if missing else None
-        if room is not None and missing > room:
+    def _slots_for(self, adapter: PackedAdapter, *, needs_one: bool) -> int:
+        """How many slots there have to be for a load: the first adapter that names a layer
+        allocates all slots of that layer. Raises MemoryRefused."""
+        now, most = self._bank.slots, self._bank.count
+        more = (max(1, min(2 * now, most)), now + 1) if needs_one else (now,)
+        missing = [self._bank.missing_bytes(adapter, slots) for slots in more]
+        if needs_one and now == most:
             raise MemoryRefused(
-                f"slots for this adapter's layers take {format_bytes(missing)}, and the engine's "
-                f"limit leaves {format_bytes(room)}",
-                retry_after_s=RETRY_S,
+                f"no slot is free: all {most} hold an adapter; unload another first"
             )
-
-    def _slot_for(self, adapter_id: str, held: SlottedAdapter | None) -> int:
-        if held is not None and not held.users:
-            return held.slot
-        if not self._free:
-            raise MemoryRefused(
-                f"no slot for adapter {adapter_id!r}: all {self._bank.count} hold one; "
-                "unload another first"
-            )
-        return self._free.pop()
+        room = self._room_bytes(needs_one and now >= _FIRST_SLOTS) if missing[-1] else None
+        for slots, size in zip(more, missing, strict=True):
+            if room is None or size <= room:
+                return slots
+        raise MemoryRefused(
+            f"slots for this adapter take {format_bytes(missing[-1])}, and the engine's limit "
+            f"leaves {format_bytes(room or 0)}",
+            retry_after_s=RETRY_S,
+        )

@@ -24,16 +24,17 @@ class Watched:
         self.written: dict[int, PackedAdapter] = {}
         self.in_use: set[int] = set()
 
-    nbytes = 0
+    nbytes = slots = 0
 
-    def missing_bytes(self, adapter: PackedAdapter) -> int:
+    def missing_bytes(self, adapter: PackedAdapter, slots: int) -> int:
         return 0
 
-    def slot_bytes(self) -> int:
-        return 1
+    def grow(self, slots: int) -> None:
+        assert self.slots < slots <= SLOTS
+        self.slots = slots
 
     def load(self, slot: int, adapter: PackedAdapter) -> None:
-        assert 1 <= slot <= SLOTS
+        assert 1 <= slot <= self.slots
         assert slot not in self.in_use
         self.written[slot] = adapter
 

@@ -396,11 +396,44 @@ async def test_a_slab_goes_however_much_is_read_from_others(lying: Lying) -> Non
 def test_what_does_not_fit_the_engines_limit_is_refused() -> None:
     fresh = tiny()
     assert fresh.adapters is not None
-    adapters = EngineAdapters(fresh.adapters, lambda: 1000)
+    adapters = EngineAdapters(fresh.adapters, lambda keeps_kv: 1000)
     with pytest.raises(MemoryRefused, match="slots for this adapter"):
         take(adapters, "a", PACKED["table"])
     assert adapters.ids() == ()
     assert fresh.adapters.nbytes == 0
+
+
+def test_slots_are_added_as_adapters_come_and_one_by_one_where_room_is_short() -> None:
+    fresh = tiny(slots=20)
+    assert fresh.adapters is not None
+    bank, asked, left = fresh.adapters, [], None
+
+    def room(keeps_kv: bool) -> int | None:
+        asked.append(keeps_kv)
+        return left
+
+    adapters = EngineAdapters(bank, room)
+    sizes = []
+    for number in range(3):
+        take(adapters, f"{number}", PACKED["table"])
+        sizes.append(bank.slots)
+    assert sizes == [1, 2, 4]
+    take(adapters, "3", PACKED["letter"])
+    left = bank.nbytes // 5
+    take(adapters, "4", PACKED["letter"])
+    assert bank.slots == 5
+    left = 0
+    with pytest.raises(MemoryRefused, match="slots for this adapter"):
+        take(adapters, "5", PACKED["table"])
+    take(adapters, "5", PACKED["table"], instead_of="0")
+    left = None
+    for number in range(6, 21):
+        take(adapters, f"{number}", PACKED["table"])
+    assert bank.slots == 20
+    assert not any(asked[:-1])
+    assert asked[-1], "slots behind the first ones leave KV its room"
+    with pytest.raises(MemoryRefused, match="all 20 hold"):
+        take(adapters, "21", PACKED["table"])
 
 
 def test_damaged_bytes_change_nothing(rig: AdapterRig, prompt: list[int]) -> None:

@@ -56,6 +56,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def slots_of(model: LoadedModel) -> AdapterSlots:
     assert model.adapters is not None
+    model.adapters.grow(model.adapters.count)
     return model.adapters
 
 
