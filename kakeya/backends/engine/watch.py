@@ -40,7 +40,7 @@ from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.log import event
 from kakeya.core.process import resident_bytes
 from kakeya.core.tasks import Supervisor, TaskHealth
-from kakeya.core.units import MIB
+from kakeya.core.units import MIB, format_bytes
 from kakeya.generation.facts import Footprint
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk
@@ -50,6 +50,12 @@ from kakeya.memory.arbiter.resident import ResidentKey
 _log = logging.getLogger(__name__)
 POLL_S = 2.0
 """Seconds between two measurements: a large model grows its KV by some 30 MB in that time."""
+GUARD_S = 0.1
+"""Seconds between two looks at engines that outgrow the whole budget; each look takes some 30
+microseconds an engine."""
+GUARD_SHARE = 0.02
+"""An engine that is beyond the budget and grows by this share of its lease within `GUARD_S` does
+not stop by itself."""
 REST_S = 20.0
 """After so long without a request an engine gives back unfilled room: an agent's next turn comes
 sooner, mostly."""
@@ -69,6 +75,8 @@ class _Watched:
     footprint: Footprint | None = None
     last_reason: str = ""
     is_attended: bool = False
+    guarded: tuple[int | None, int] = (None, 0)
+    """The process and its memory at the guard's last look."""
     parted_bytes: int = 0
     """The idle KV that counts for the tenant and not for the engine. Both are counted in one step,
     since the spare part may change in between."""
@@ -144,6 +152,7 @@ class EngineWatch:
 
     async def __aenter__(self) -> Self:
         self._tasks.start("engine watch", self._run)
+        self._tasks.start("engine guard", self._guard)
         return self
 
     async def __aexit__(
@@ -245,6 +254,37 @@ class EngineWatch:
                 for watched in self._watched.values():
                     if not watched.is_attended:  # an engine that hangs does not delay the others
                         group.create_task(self._attend(watched))
+
+    async def _guard(self) -> None:
+        while True:
+            await self._clock.sleep(GUARD_S)
+            await self.check_growth()
+
+    async def check_growth(self) -> None:
+        """Kill each engine that is beyond the budget and grew much since the last call. It asks no
+        engine, which may hang, and waits for no shrink."""
+        for watched in tuple(self._watched.values()):
+            pid = watched.lease.backend.pid
+            occupied = None if pid is None else await asyncio.to_thread(self._resident, pid)
+            if self._is_watched(watched) and watched.lease.backend.pid == pid:
+                self._check_growth(watched, pid, occupied or 0)
+
+    def _check_growth(self, watched: _Watched, pid: int | None, occupied: int) -> None:
+        lease = watched.lease.bytes
+        before_pid, before = watched.guarded
+        watched.guarded = pid, occupied
+        if occupied <= lease or before_pid != pid or occupied - before < GUARD_SHARE * lease:
+            return
+        ledger = self._arbiter.status()
+        resident = self._arbiter.find(*watched.key)
+        others = ledger.committed_bytes - (resident.bytes if resident is not None else 0)
+        if others + occupied > ledger.budget_bytes:
+            reason = (
+                f"grew to {format_bytes(occupied)}, beyond its lease of {format_bytes(lease)} and "
+                f"the budget of {format_bytes(ledger.budget_bytes)}"
+            )
+            watched.resident_bytes = occupied
+            self._do(watched, KillIt(reason))
 
     async def _attend(self, watched: _Watched) -> None:
         watched.is_attended = True

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kakeya.backends.engine import watch
 from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.escalation import EscalationRules, Stage
 from kakeya.backends.engine.kv_lender import most_kv_bytes
 from kakeya.backends.engine.lease import with_copy
@@ -522,3 +524,39 @@ async def test_an_engine_that_does_not_answer_keeps_nobody_from_looking_at_other
         assert silent.asked == 1
         never.set()
         await until(lambda: silent.asked >= 2)
+
+
+async def test_an_engine_that_grows_without_end_is_killed_before_the_machine_is_short(
+    model: Path, tmp_path: Path
+) -> None:
+    """The watch itself sleeps; its stream goes on in the next engine."""
+    async with world(model, "endless", tmp_path / "taken", 1, poll_s=3600.0) as here:
+        first = here.backend.pid
+        size = await size_of(here.backend)
+        budget = size + 400 * MIB
+        here.arbiter.set_budget(budget)
+        here.watch.attach("toy", here.backend, size + 64 * MIB)
+        tokens = await collect(here.backend, request())
+        assert tokens == await undisturbed(model)
+        (told,) = here.events(EngineKilled)
+        assert isinstance(told, EngineKilled)
+        assert budget < told.bytes, "not before it is beyond the budget"
+        assert "beyond its lease" in told.reason
+        assert here.backend.pid not in (None, first)
+
+
+async def test_an_engine_that_only_is_large_is_left_to_the_escalation() -> None:
+    """Its lease was too small; an end would help nothing. Growth within the budget is no danger."""
+    sizes = iter([900, 900, 940, 1400])
+    arbiter = MemoryArbiter(budget=1000, clock=SystemClock())
+    guard = EngineWatch(arbiter, SystemClock(), resident=lambda _: next(sizes))
+    killed: list[str] = []
+    backend = SimpleNamespace(
+        pid=7, limits=EngineMemoryLimits(), kill=killed.append, resume=lambda: None
+    )
+    guard.attach("toy", backend, 500)  # type: ignore[arg-type]
+    for _ in range(3):
+        await guard.check_growth()
+    assert not killed
+    await guard.check_growth()
+    assert len(killed) == 1
