@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kakeya.adapters.places import AdapterPlaces
 from kakeya.adapters.slot_queue import SlotQueue
 from kakeya.adapters.tiers import AdapterTable, Tier
 from kakeya.core.figures import Durations, Figure, Json, counter, gauge, histogram
@@ -42,7 +43,7 @@ def adapter_figures(
     table: AdapterTable,
     waiting: Mapping[str, int],
     times: Mapping[Tier, Durations],
-    moves: Mapping[Tier, int],
+    places: AdapterPlaces,
 ) -> Iterator[Figure]:
     """Adapters by tier and how they moved; `waiting` requests are counted by base model."""
     hot = sum(len(table.hot(base)) for base in waiting)
@@ -67,5 +68,8 @@ def adapter_figures(
     yield counter(
         "kakeya_adapter_moves{to}",
         "Moves between tiers",
-        {tier.name.lower(): count for tier, count in moves.items()},
+        {tier.name.lower(): count for tier, count in places.moves.items()},
+    )
+    yield counter(
+        "kakeya_adapters_rounded", "Idle exact adapters whose pages were rounded", places.rounded
     )

@@ -42,7 +42,8 @@ PATIENCE_S = 120.0
 """How long a request waits for its adapter; its model may have to be loaded meanwhile."""
 REBALANCE_S = 5.0
 _WARMINGS = 16
-"""Adapters that are laid in pages in one rebalance, so that disk and ledger are not flooded."""
+"""Adapters that are laid in pages, or rounded there, in one rebalance, so that disk, ledger and
+processor are not flooded."""
 
 
 class AdapterManager:
@@ -292,7 +293,7 @@ class AdapterManager:
     def figures(self) -> Iterator[Figure]:
         """Tiers, acquires, moves."""
         waiting = {base: queue.waiting for base, queue in self._queues.items()}
-        return adapter_figures(self._table, waiting, self.times, self._places.moves)
+        return adapter_figures(self._table, waiting, self.times, self._places)
 
     async def stale(self) -> dict[str, str]:
         """Why adapters of weights that were replaced are refused, by model id."""
@@ -378,6 +379,14 @@ class AdapterManager:
             queue.tidy(tuple(m for m in hot if self._table.get(m.adapter_id).base == base))
         for move in [move for move in moves if move.to is Tier.WARM][:_WARMINGS]:
             await self._warm(move.adapter_id)
+        for adapter in self._table.idlers(self._clock.mono())[:_WARMINGS]:
+            await self._round(adapter)
+
+    async def _round(self, adapter: Adapter) -> None:
+        try:
+            await self._places.round(adapter)
+        except KakeyaError as problem:
+            event(_log, "adapter not rounded", level=logging.DEBUG, problem=problem.message)
 
     async def _warm(self, adapter_id: str) -> None:
         if adapter_id not in self._table:

@@ -1,6 +1,7 @@
 """Moves of adapters: from disk to pages, from pages to a slot of an engine, and back.
 
     cold -> warm    read and check in a thread, lay in pages, commit       one flight for each
+    warm            an exact one that idles may be rounded to int8, to take fewer pages
     warm -> hot     pin for the engine, have it read the pages, unpin
 
 `tiers` and `slot_queue` decide which adapter moves, and when.
@@ -13,9 +14,10 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
-from kakeya.adapters.files.packed import PackedAdapter, unpack
+from kakeya.adapters.files.packed import PackedAdapter, Precision, rounded, unpack
 from kakeya.adapters.files.store import AdapterRecord, AdapterStore, BaseReplaced
 from kakeya.adapters.tiers import Adapter, AdapterTable, Tier
 from kakeya.core.errors import (
@@ -34,6 +36,7 @@ from kakeya.memory.pages.content import ContentPriority, ContentType
 from kakeya.memory.pages.node_arena import NodeArena
 from kakeya.memory.pages.pins import Block
 from kakeya.memory.pages.pool import PageOwner
+from kakeya.memory.pages.shared_arena import Filling
 
 _log = logging.getLogger(__name__)
 _LOAD_TIMEOUT_S = 30.0
@@ -98,6 +101,14 @@ def slot_bytes(packed: PackedAdapter, facts: ModelFacts, slots: int) -> int:
     return slots * facts.adapter_rank * features * (2 if is_half else 4)
 
 
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """The pages of an adapter, and the bytes of it there."""
+
+    block: Block
+    length: int
+
+
 class AdapterPlaces:
     """Carries out moves, and keeps the table true. Lives on the event loop."""
 
@@ -122,12 +133,13 @@ class AdapterPlaces:
             Tier.WARM: self._tenant(ContentPriority.LORA_WARM),
             Tier.HOT: self._tenant(ContentPriority.LORA_HOT),
         }
-        self._blocks: dict[Adapter, Block] = {}
+        self._laid: dict[Adapter, _Laid] = {}
         self._adapters: dict[Block, Adapter] = {}
         self._flights: dict[Adapter, asyncio.Task[None]] = {}
         self._wanted: Counter[Adapter] = Counter()
         self._pids: dict[str, int | None] = {}
         self.moves = dict.fromkeys(Tier, 0)
+        self.rounded = 0
 
     # --- engines
 
@@ -216,19 +228,45 @@ class AdapterPlaces:
 
     def cool(self, adapter: Adapter) -> None:
         """Take an adapter out of the pages, unless an engine reads it now."""
-        block = self._blocks.get(adapter)
-        if block is None or block.is_pinned:
+        laid = self._laid.get(adapter)
+        if laid is None or laid.block.is_pinned:
             return
-        self._arena.free(block)
-        self._forget(block)
+        self._arena.free(laid.block)
+        self._forget(laid.block)
         self.moves[Tier.COLD] += 1
+
+    async def round(self, adapter: Adapter) -> None:
+        """Lay an exact adapter in fewer pages, as int8, unless it is used meanwhile.
+
+        Raises OutOfPages, PageFreed.
+        """
+        laid = self._laid.get(adapter)
+        if laid is None or adapter.is_rounded:
+            return
+        adapter.is_rounded = True
+        if self._record_of(adapter.adapter_id).precision != Precision.EXACT:
+            return
+        with self._arena.hold(laid.block, self._holder):
+            packed = await asyncio.to_thread(rounded, self._arena.view(laid.block, laid.length))
+            if self._arena.paged_bytes(len(packed)) >= self._arena.paged_bytes(laid.length):
+                return
+            filling = await self._fill(adapter, packed)
+        with filling:
+            if self._laid.get(adapter) is laid and adapter.is_idle and not laid.block.is_pinned:
+                filling.commit()
+                self._arena.free(laid.block)
+                del self._adapters[laid.block]
+                self._enter(adapter, filling.block, len(packed))
+                self.rounded += 1
+            else:
+                adapter.is_rounded = False  # once it idles again
 
     def rank(self) -> None:
         """Tell the pages the priority of adapters, by their ratings."""
-        for adapter, block in self._blocks.items():
+        for adapter, laid in self._laid.items():
             tenant = self._tenants[adapter.rating]
-            if block.tenant is not tenant:
-                self._arena.move(block, tenant)
+            if laid.block.tenant is not tenant:
+                self._arena.move(laid.block, tenant)
 
     async def aclose(self) -> None:
         """End all flights."""
@@ -259,16 +297,23 @@ class AdapterPlaces:
 
     async def _lay(self, adapter: Adapter) -> None:
         packed = await asyncio.to_thread(self._store.load, self._record_of(adapter.adapter_id))
-        tenant = self._tenants[adapter.rating]
-        with await self._arena.prepare(
-            tenant, len(packed), self._holder, lambda: adapter in self._wanted
-        ) as filling:
-            filling.view[:] = packed
+        with await self._fill(adapter, packed) as filling:
             filling.commit()
-        self._blocks[adapter] = filling.block
-        self._adapters[filling.block] = adapter
+        self._enter(adapter, filling.block, len(packed))
         self._table.entered_pages(adapter)
         self.moves[Tier.WARM] += 1
+
+    async def _fill(self, adapter: Adapter, packed: bytes) -> Filling:
+        tenant = self._tenants[adapter.rating]
+        filling = await self._arena.prepare(
+            tenant, len(packed), self._holder, lambda: adapter in self._wanted
+        )
+        filling.view[:] = packed
+        return filling
+
+    def _enter(self, adapter: Adapter, block: Block, length: int) -> None:
+        self._laid[adapter] = _Laid(block, length)
+        self._adapters[block] = adapter
 
     def _landed(self, adapter: Adapter, flight: asyncio.Task[None]) -> None:
         self._flights.pop(adapter, None)
@@ -285,18 +330,17 @@ class AdapterPlaces:
     ) -> int:
         """Have the engine read the pages; returns the bytes of all slots there."""
         instead_of = out.adapter_id if out is not None else ""
-        length = self._record_of(adapter.adapter_id).packed_bytes
         for _ in range(_TRIES):
             await self.warm(adapter)
-            block = self._blocks.get(adapter)
-            if block is None:
+            laid = self._laid.get(adapter)
+            if laid is None:
                 continue
             try:
-                hold = self._arena.hold(block, self._arena.engine(adapter.base, pid))
+                hold = self._arena.hold(laid.block, self._arena.engine(adapter.base, pid))
             except PageFreed:
                 continue
             with hold:
-                ref = self._arena.ref(block, length)
+                ref = self._arena.ref(laid.block, laid.length)
                 return await engine.load_adapter(
                     adapter.adapter_id, ref, _LOAD_TIMEOUT_S, instead_of, sent
                 )
@@ -312,11 +356,10 @@ class AdapterPlaces:
         For an engine without KV to spare for them.
         """
         await self.warm(adapter)
-        block = self._blocks.get(adapter)
-        if block is None:
+        laid = self._laid.get(adapter)
+        if laid is None:
             return False
-        length = self._record_of(adapter.adapter_id).packed_bytes
-        packed = unpack(self._arena.view(block, length), is_trusted=True)
+        packed = unpack(self._arena.view(laid.block, laid.length), is_trusted=True)
         known = self._slot_bytes.get(adapter.base, 0)
         there = len(self._table.hot(adapter.base))
         sizes = [slot_bytes(packed, facts, slots) for slots in (there + 2, 1)]
@@ -371,5 +414,5 @@ class AdapterPlaces:
     def _forget(self, block: Block) -> None:
         adapter = self._adapters.pop(block, None)
         if adapter is not None:
-            self._blocks.pop(adapter, None)
+            self._laid.pop(adapter, None)
             self._table.left_pages(adapter)

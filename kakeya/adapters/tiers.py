@@ -58,6 +58,12 @@ class TierRules:
         1000,
         key="adapters.warm_places",
     )
+    round_s: float = setting(
+        "an exact adapter that idles so long in pages is rounded to int8 there; 0: it stays exact",
+        number(0, 86400, "seconds"),
+        0.0,
+        key="adapters.compression_threshold_s",
+    )
     stay: float = 0.5  # the share of the uses it took that is enough to stay
     lead: float = 1.25  # how many times the uses of a rated one another must have
     linger_s: float = 30.0  # how long a warm one stays after its last use left the window
@@ -77,7 +83,7 @@ class Adapter:
 
     __slots__ = (
         "adapter_id", "base", "is_coming", "is_doubtful", "is_hot", "is_moving", "is_retired",
-        "is_warm", "is_yielding", "leases", "rating", "row", "used_s", "waiting",
+        "is_rounded", "is_warm", "is_yielding", "leases", "rating", "row", "used_s", "waiting",
     )  # fmt: skip
 
     def __init__(self, adapter_id: str, base: str, row: int) -> None:
@@ -89,6 +95,7 @@ class Adapter:
         self.is_doubtful = False  # could not be brought into a slot the last time
         self.is_hot = False
         self.is_warm = False
+        self.is_rounded = False  # in its pages, or it would take no fewer of them
         self.is_moving = False  # a move of it is under way
         self.is_retired = False  # takes no new leases
         self.is_yielding = False  # its new requests wait in the queue, because others waited long
@@ -206,7 +213,7 @@ class AdapterTable:
 
     def left_pages(self, adapter: Adapter) -> None:
         """Note that its pages went; harmless when it had none."""
-        adapter.is_warm = False
+        adapter.is_warm = adapter.is_rounded = False
         self._warm.pop(adapter.adapter_id, None)
 
     def hot(self, base: str) -> tuple[Adapter, ...]:
@@ -216,6 +223,16 @@ class AdapterTable:
     def warm(self) -> tuple[Adapter, ...]:
         """Adapters in pages."""
         return tuple(self._warm.values())
+
+    def idlers(self, now: float) -> tuple[Adapter, ...]:
+        """Adapters that idle in pages for so long that they are rounded there."""
+        limit_s = self.rules.round_s
+        return tuple(
+            adapter
+            for adapter in self._warm.values()
+            if limit_s and now - adapter.used_s >= limit_s
+            if adapter.is_idle and not (adapter.is_rounded or adapter.waiting)
+        )
 
     def victim(self, base: str) -> Adapter | None:
         """The adapter that leaves its slot for another: the longest idle; None = all are in use."""

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import shutil
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kakeya.adapters.files.base import base_fingerprint
-from kakeya.adapters.files.packed import Precision, unpack
+from kakeya.adapters.files.packed import Precision, rounded, unpack
 from kakeya.adapters.files.store import AdapterDamaged, AdapterRecord, AdapterStore, BaseReplaced
 from kakeya.adapters.intake import AdapterIntake
 from kakeya.adapters.tiers import Tier, TierRules
@@ -717,3 +718,78 @@ async def test_a_slot_is_asked_for_again_after_a_while(tmp_path: Path) -> None:
             with await node.adapters.acquire(model):
                 pass
         assert len(node.engine.held) == 3
+
+
+def used_pages(node: World) -> int:
+    pool = node.arena.snapshot().pool
+    return pool.total_pages - pool.free_pages
+
+
+async def add_wide(node: World, seed: int, precision: Precision) -> str:
+    """Register an adapter that is of three pages when it is exact, and of one in int8."""
+    made = await asyncio.to_thread(tiny_adapter, node.source / f"{seed}", seed, rank=40)
+    record = await node.adapters.register(f"a{seed}", TINY, made, precision=precision)
+    return record.model_id
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 60.0])
+async def test_an_exact_adapter_that_idles_is_rounded_in_its_pages_where_that_is_wanted(
+    limit_s: float, tmp_path: Path
+) -> None:
+    clock = SettableClock()
+    rules = TierRules(round_s=limit_s, window_s=600.0)
+    async with world(tmp_path, clock=clock, rules=rules, slots=1, most_rank=64) as node:
+        idle, plain, busy = [
+            await add_wide(node, seed, precision)
+            for seed, precision in enumerate((Precision.EXACT, Precision.INT8, Precision.EXACT))
+        ]
+        for model in (idle, plain):
+            with await node.adapters.acquire(model) as lease:
+                first = node.engine.held[lease.adapter_id]
+        with await node.adapters.acquire(busy):
+            assert used_pages(node) == 7
+            clock.advance(61.0)
+            await node.adapters.rebalance()
+            await node.adapters.rebalance()
+        assert used_pages(node) == (5 if limit_s else 7)
+        node.arena.check_integrity()
+        with await node.adapters.acquire(plain) as lease:
+            assert node.engine.held[lease.adapter_id] == first, "it is int8 already"
+        with await node.adapters.acquire(idle) as lease:
+            precision = unpack(node.engine.held[lease.adapter_id]).precision
+            assert precision is (Precision.INT8 if limit_s else Precision.EXACT)
+        node.adapters.cool(idle)
+        with await node.adapters.acquire(plain):
+            pass
+        with await node.adapters.acquire(idle) as lease:
+            precision = unpack(node.engine.held[lease.adapter_id]).precision
+            assert precision is Precision.EXACT, "the disk has it as it was"
+
+
+async def test_an_adapter_that_is_used_while_it_is_rounded_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, begun, may_end = SettableClock(), threading.Event(), threading.Event()
+
+    def slowly(packed: memoryview) -> bytes:
+        begun.set()
+        may_end.wait(10)
+        return rounded(packed)
+
+    monkeypatch.setattr("kakeya.adapters.places.rounded", slowly)
+    rules = TierRules(round_s=1.0)
+    async with world(tmp_path, clock=clock, rules=rules, slots=1, most_rank=64) as node:
+        model = await add_wide(node, 1, Precision.EXACT)
+        with await node.adapters.acquire(model):
+            pass
+        clock.advance(2.0)
+        rounding = asyncio.create_task(node.adapters.rebalance())
+        await settled(begun.is_set)
+        with await node.adapters.acquire(model) as lease:
+            may_end.set()
+            await rounding
+        node.arena.check_integrity()
+        node.engine.restart(node.adapters)
+        with await node.adapters.acquire(model) as lease:
+            assert unpack(node.engine.held[lease.adapter_id]).precision is Precision.EXACT
+        assert used_pages(node) == 3

@@ -9,7 +9,7 @@
 In `int8`, a value is q * s with one s for each column, so it is off by at most s / 2 and s is the
 column's largest magnitude / 127 (columns below 1e-36 become zero). `exact` keeps 16 and 32-bit
 floats as they are. An adapter is packed once, when it is registered: its results do not depend on
-where it lies.
+where it lies, unless the node is told to round exact ones that idle (`rounded`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -104,12 +104,28 @@ def pack(folder: Path, precision: Precision = Precision.INT8, *, base: str = "")
     Raises InvalidArgument for a folder without a plain LoRA adapter, or a damaged one.
     """
     adapter = read_adapter(folder)
+    header = {"rank": adapter.rank, "scale": adapter.scale, "precision": precision, "base": base}
+    return _pack(header, adapter.matrices(), precision)
+
+
+def rounded(packed: bytes | memoryview) -> bytes:
+    """Pack checked bytes anew in int8: the very bytes that `pack` gives for the same folder."""
+    adapter = unpack(packed, is_trusted=True)
+    int8 = Precision.INT8
+    header = {"rank": adapter.rank, "scale": adapter.scale, "precision": int8, "base": adapter.base}
+    return _pack(header, ((one.path, *one.floats()) for one in adapter.tensors), int8)
+
+
+def _pack(
+    header: dict[str, object],
+    matrices: Iterable[tuple[str, FloatArray, FloatArray]],
+    precision: Precision,
+) -> bytes:
     writer = _Writer()
     tensors = [
         {"path": path} | writer.matrix("a", a, precision) | writer.matrix("b", b, precision)
-        for path, a, b in adapter.matrices()
+        for path, a, b in matrices
     ]
-    header = {"rank": adapter.rank, "scale": adapter.scale, "precision": precision, "base": base}
     return _sealed(json.dumps(header | {"tensors": tensors}).encode(), writer.arrays)
 
 

@@ -17,6 +17,7 @@ from kakeya.adapters.files.packed import (
     digest,
     pack,
     quantise,
+    rounded,
     unpack,
 )
 from kakeya.core.errors import InvalidArgument
@@ -50,6 +51,16 @@ def test_an_exact_adapter_keeps_every_bit(tmp_path: Path) -> None:
         a, b = tensor.floats()
         assert np.array_equal(a, arrays[f"{tensor.path}.lora_a"])
         assert np.array_equal(b, arrays[f"{tensor.path}.lora_b"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_exact_adapter_is_rounded_to_the_bytes_that_it_would_have_been_packed_to(
+    dtype: str, tmp_path: Path
+) -> None:
+    arrays = {name: values.astype(dtype) for name, values in tiny_arrays(3).items()}
+    folder = write_adapter(tmp_path, arrays, rank=8, scale=4)
+    exact = pack(folder, Precision.EXACT, base="b1")
+    assert rounded(exact) == pack(folder, Precision.INT8, base="b1")
 
 
 def test_sixteen_bit_values_are_kept_or_widened_exactly(tmp_path: Path) -> None:
