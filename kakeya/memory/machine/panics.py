@@ -54,6 +54,8 @@ _SHORTAGES = (
 )
 """The beginnings of Jetsam's reasons that lie in the whole machine's memory, and not in a limit of
 the ended process (xnu, `kern_memorystatus.c`)."""
+_REPEATED_S = 86400.0
+"""A second incident so soon after the last one: two sequences at a time were too many."""
 _INCIDENT_S = 60.0
 """Files without a name of their incident belong to one if they are so close in time."""
 _TIME = "%Y-%m-%d %H:%M:%S.%f %z"
@@ -170,27 +172,31 @@ def choose_profile(reports: Iterable[PanicReport], *, now: float) -> Profile:
     if not recent:
         return NORMAL
     at, summary, _ = recent[0]
+    is_repeated = len(recent) > 1 and at - recent[1][0] < _REPEATED_S
     more = f", and {len(recent) - 1} more such reports" if len(recent) > 1 else ""
     return Profile(
         name="careful",
         reason=f"{summary} on {_day(at)}{more}; careful until {_day(at + KEEP_S)}",
         until_at=at + KEEP_S,
-        max_running=1 if len(recent) > 2 else 2,
+        max_running=1 if len(recent) > 2 or is_repeated else 2,
         reserve_factor=1.5,
     )
 
 
 def _incidents(found: Iterable[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
     """One (time, summary, id) of each incident, the newest first."""
+    newest = sorted(found, reverse=True)
     kept: list[tuple[float, str, str]] = []
-    for at, summary, incident in sorted(found, reverse=True):
-        is_known = any(
-            incident == other if incident and other else abs(at - when) < _INCIDENT_S
-            for when, _, other in kept
-        )
+    times = [at for at, _, incident in newest if incident]
+    for at, summary, incident in sorted(newest, key=lambda one: not one[2]):
+        if incident:
+            is_known = any(incident == other for _, _, other in kept)
+        else:
+            is_known = any(abs(at - when) < _INCIDENT_S for when in times)
+            times.append(at)
         if not is_known:
             kept.append((at, summary, incident))
-    return kept
+    return sorted(kept, reverse=True)
 
 
 def find_profile(folders: Iterable[Path], *, now: float) -> tuple[Profile, tuple[PanicReport, ...]]:

@@ -183,6 +183,10 @@ def test_the_files_of_one_incident_count_once() -> None:
     assert choose_profile(one, now=AT + DAY_S).max_running == 2
     three = [*one, incident("b", AT + 1), incident("", AT + 3600)]
     assert choose_profile(three, now=AT + DAY_S).max_running == 1
+    two = [one[0], incident("c", AT - DAY_S / 2)]
+    assert choose_profile(two, now=AT).max_running == 1, "the second within a day"
+    apart = [one[0], incident("c", AT - 2 * DAY_S)]
+    assert choose_profile(apart, now=AT).max_running == 2
 
 
 def test_a_report_says_its_incident() -> None:
