@@ -23,6 +23,8 @@ class HashModel:
     cache still holds is a fault of the decoder.
     """
 
+    vocab_size = VOCAB
+
     def __init__(self, params: Sampling = GREEDY, order: int = 3) -> None:
         self.params = params
         self.order = order

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import grpc
 
@@ -24,8 +24,9 @@ from kakeya.decoding.remote.remote import PROPOSAL_TIMEOUT_S, RemoteProposer
 BLOCK_SIZE = 8
 
 
+@runtime_checkable
 class Verifier(Protocol):
-    """The model that decides each token."""
+    """The model that decides each token; its `vocab_size`, if it has one, bounds the drafts."""
 
     def verify(self, history: Sequence[int], draft: Sequence[int]) -> Sequence[int]:
         """The model's own next token after `history + draft[:i]`, for i = 0..len(draft).
@@ -35,6 +36,12 @@ class Verifier(Protocol):
         arguments give the same tokens.
         """
         ...
+
+
+@runtime_checkable
+class _Sized(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
 
 
 class Placement(Protocol):
@@ -100,6 +107,10 @@ class SpecDecodingStats:
 class SpeculativeDecoder:
     """Decodes with drafts of at most `block_size` tokens.
 
+    `vocab_size` is how many ids the verifier has; without it, `verifier.vocab_size` counts. Many
+    models end the process at an id that they lack, so no decoder is made while neither is known;
+    a draft is cut at such an id, and a prompt with one is refused.
+
     Without a controller every drafted token is verified. With one, only those that pay, and the
     rest is scored in the shadow. A proposer that fails counts as one that abstains, unless
     `on_proposer_error` is "raise": then its error ends the generator, with `history` whole; the
@@ -127,7 +138,7 @@ class SpeculativeDecoder:
         self._verifier = verifier
         self._stop_token_ids = stop_token_ids
         self._context_tokens = context_tokens
-        self._vocab_size = vocab_size
+        self._vocab_size = _vocabulary(verifier, vocab_size)
         self._block_size = block_size
         self._controller = controller
         self._on_proposer_error = on_proposer_error
@@ -136,8 +147,10 @@ class SpeculativeDecoder:
     def generate(self, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
         """Yield tokens until a stop token (yielded too), max_tokens or the end of the context.
 
-        `history` holds the prompt and all committed tokens, also after an error.
+        `history` holds the prompt and all committed tokens, also after an error. Raises
+        InvalidArgument for a prompt that is empty or holds an id outside the vocabulary.
         """
+        self._check_prompt(prompt)
         decoding = Decoding(
             prompt,
             max_tokens=max_tokens,
@@ -186,11 +199,19 @@ class SpeculativeDecoder:
 
     def _in_vocabulary(self, draft: Draft) -> Draft:
         """Cut the draft at the first id that the verifier does not have."""
-        top = self._vocab_size
-        if top is None or all(0 <= token < top for token in draft.tokens):
+        valid = _known(draft.tokens, self._vocab_size)
+        if valid == len(draft.tokens):
             return draft
-        valid = next(at for at, token in enumerate(draft.tokens) if not 0 <= token < top)
         return replace(draft, tokens=draft.tokens[:valid], confidence=draft.confidence[:valid])
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        known = _known(prompt, self._vocab_size)
+        if known < len(prompt):
+            raise InvalidArgument(
+                f"the prompt's token {known} is {prompt[known]}, outside the vocabulary of "
+                f"{self._vocab_size} ids",
+                param="prompt",
+            )
 
     def _rows(self, draft: Draft, room: int, shadow: ShadowScorer | None) -> int:
         most = min(len(draft.tokens), room, self._block_size)
@@ -225,6 +246,7 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
         A RemoteProposerError then leaves the verifier and `history` as they were committed: plan
         again and go on from there. Without a `channel` the decoder has its own; see `close`.
         """
+        vocab_size = _vocabulary(verifier, vocab_size)
         proposer = RemoteProposer(
             placement.proposer_address,
             placement.proposer_model,
@@ -248,3 +270,23 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
         """Close the connection to the proposer, if it is the decoder's own."""
         if isinstance(self.proposer, RemoteProposer):
             self.proposer.close()
+
+
+def _vocabulary(verifier: Verifier, given: int | None) -> int:
+    """How many ids the verifier has. Raises InvalidArgument if that is not known."""
+    size = verifier.vocab_size if given is None and isinstance(verifier, _Sized) else given
+    if size is None:
+        raise InvalidArgument(
+            f"the vocabulary of {type(verifier).__name__} is not known, so drafts cannot be "
+            "checked and none is taken; pass vocab_size, or give the verifier that attribute",
+            param="vocab_size",
+        )
+    if size < 1:
+        raise InvalidArgument(f"vocab_size is {size}, it must be at least 1", param="vocab_size")
+    return size
+
+
+def _known(tokens: Sequence[int], vocab_size: int) -> int:
+    """Count the leading ids that the vocabulary has."""
+    outside = (at for at, token in enumerate(tokens) if not 0 <= token < vocab_size)
+    return next(outside, len(tokens))

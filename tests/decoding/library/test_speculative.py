@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.control.controller import DraftController
-from kakeya.decoding.library.speculative import SpeculativeDecoder
+from kakeya.decoding.library.speculative import DistributedSpeculativeDecoder, SpeculativeDecoder
 from kakeya.decoding.ngram.ngram import NGramProposer
 from tests.decoding import toys
 from tests.decoding.toys import GREEDY, SAMPLED, VOCAB, HashModel, ToyProposer
@@ -139,3 +141,37 @@ def test_a_failing_proposer_is_counted():
 def test_refuses_a_block_of_nothing():
     with pytest.raises(InvalidArgument):
         decoder(HashModel(), ToyProposer(lambda *_: ()), block_size=0)
+
+
+def test_no_id_outside_the_vocabulary_reaches_a_real_model():
+    run = [sys.executable, "-m", "tests.decoding.child_vocabulary"]
+    child = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 0, (child.returncode, child.stdout, child.stderr)
+    without, with_size, prompt = child.stdout.splitlines()
+    assert without.startswith("refused: the vocabulary of Lookup is not known")
+    assert "pass vocab_size" in without
+    assert with_size == "5 tokens"
+    assert prompt == ("refused: the prompt's token 1 is 50000000, outside the vocabulary of 64 ids")
+
+
+def test_the_verifiers_own_vocabulary_counts_where_none_is_given():
+    drafting = SpeculativeDecoder(
+        HashModel(), toys.out_of_vocabulary(HashModel()), context_tokens=CONTEXT
+    )
+    assert list(drafting.generate(PROMPT, 30)) == HashModel().plain(PROMPT, 30)
+    assert drafting.stats.accepted > 0
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_vocabulary_has_ids(size):
+    with pytest.raises(InvalidArgument, match=f"vocab_size is {size}"):
+        SpeculativeDecoder(HashModel(), NGramProposer(), context_tokens=9, vocab_size=size)
+
+
+def test_a_placed_proposer_is_not_connected_to_without_a_vocabulary():
+    class Bare:
+        def verify(self, history, draft):
+            raise AssertionError
+
+    with pytest.raises(InvalidArgument, match="vocabulary of Bare"):
+        DistributedSpeculativeDecoder.from_placement(None, verifier=Bare(), context_tokens=9)
