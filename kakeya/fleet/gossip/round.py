@@ -15,12 +15,12 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import grpc.aio
 
-from kakeya.core.clock import Clock
+from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import (
     DeadlineExceeded,
     KakeyaError,
@@ -42,6 +42,7 @@ EXCHANGE_METHOD = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
 SYNC_METHOD = "/kakeya.v1.GossipService/Sync"
 PUSH_METHOD = "/kakeya.v1.GossipService/Push"
 DEFAULT_TIMEOUT_S = 5.0
+MIN_TIMEOUT_S = 0.05
 PATIENCE_S = 1.0
 """Patience with a silent target: many times the round trip of a local network."""
 PLAIN_S = 600.0
@@ -58,6 +59,8 @@ class PeerOutcome:
     rtt_s: float = 0.0
     sent_bytes: int = 0
     cards_received: int = 0
+    has_pushed: bool = False
+    """Whether it wanted bodies. It may have held back cards that these might have outdated."""
     changed: tuple[NodeId, ...] = ()
     dropped: Mapping[CardFault, int] = field(default_factory=dict)
 
@@ -93,19 +96,58 @@ async def exchange_once(
     registry: CapabilityRegistry,
     targets: Sequence[str],
     *,
-    channels: Channels,
-    clock: Clock,
-    rng: random.Random,
+    channels: Channels | None = None,
+    clock: Clock | None = None,
+    rng: random.Random | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     sync: Sync | None = None,
 ) -> Round:
-    """Send all targets this node's view at once, and merge each answer.
+    """Exchange with all targets at once: this node and each that answers then hold the union.
 
-    Returns within `timeout_s` and half a second. Failures mark their address in the registry.
+    A target that was sent bodies is asked a second time: an answer leaves out cards that these
+    might have outdated. Without `channels` the call opens and closes its own, in plain text.
+    Returns within `timeout_s` and half a second. Failures mark their address in the registry and
+    stand in `errors` of the result.
     """
-    sync = sync or Sync(registry, rng=rng)
-    exchanger = Exchanger(registry, sync, channels=channels, clock=clock, timeout_s=timeout_s)
-    return await exchanger.round(targets)
+    clock, opened = clock or SystemClock(), channels or Channels()
+    started_mono = clock.mono()
+    sync = sync or Sync(registry, rng=rng or random.Random())
+    exchanger = Exchanger(registry, sync, channels=opened, clock=clock, timeout_s=timeout_s)
+    try:
+        first = await exchanger.round(targets)
+        again = [outcome.address for outcome in first.outcomes if outcome.has_pushed]
+        if not again:
+            return first
+        left_s = max(started_mono + timeout_s - clock.mono(), MIN_TIMEOUT_S)
+        exchanger = Exchanger(registry, sync, channels=opened, clock=clock, timeout_s=left_s)
+        return _joined(first, await exchanger.round(again))
+    finally:
+        if channels is None:
+            await opened.aclose()
+
+
+def _joined(first: Round, second: Round) -> Round:
+    """One report of two rounds, of which the second asked some of the targets of the first."""
+    later = {outcome.address: outcome for outcome in second.outcomes}
+    return Round(
+        outcomes=tuple(
+            _both(outcome, later[outcome.address]) if outcome.address in later else outcome
+            for outcome in first.outcomes
+        ),
+        seconds=first.seconds + second.seconds,
+        sent_bytes=first.sent_bytes + second.sent_bytes,
+    )
+
+
+def _both(first: PeerOutcome, second: PeerOutcome) -> PeerOutcome:
+    return replace(
+        second,
+        sent_bytes=first.sent_bytes + second.sent_bytes,
+        cards_received=first.cards_received + second.cards_received,
+        changed=tuple(dict.fromkeys(first.changed + second.changed)),
+        dropped=Counter(first.dropped) + Counter(second.dropped),
+        has_pushed=True,
+    )
 
 
 class Exchanger:
@@ -224,6 +266,7 @@ class Exchanger:
             rtt_s=call.rtt_s,
             sent_bytes=call.sent_bytes,
             cards_received=accepted.cards_received,
+            has_pushed=accepted.push is not None,
             changed=report.changed,
             dropped=report.dropped,
         )

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from kakeya.core.ids import NodeId
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards.cards import MAX_AHEAD_S, Card
@@ -34,7 +36,7 @@ from kakeya.fleet.gossip.messages import (
     encode_parcel,
 )
 from kakeya.fleet.gossip.targets import fit_batch
-from kakeya.fleet.view.beats import Beats
+from kakeya.fleet.view.beats import Beats, Keys
 from kakeya.fleet.view.digest import (
     MANY_UNKNOWN,
     MIN_SIGNED_BYTES,
@@ -160,7 +162,7 @@ class Sync:
         places = registry.peers.held.places(digest.held.keys)
         newer, unnamed = news(registry, digest.held, places, mono=mono)
         wanted = unknown(registry, digest.held, places, mono=mono)[:MAX_WANTED]
-        bodies = likely_new(registry, unnamed, unread=len(wanted), mono=mono)
+        bodies = likely_new(registry, unnamed, unread=_of_others(wanted, digest.held), mono=mono)
         version, blob = self._revocations.revocations
         response = BatchAnswer(
             newer=newer,
@@ -328,3 +330,11 @@ class Sync:
     def _apply(self, revocations: bytes, *, now: float, mono: float) -> None:
         if revocations and self._revocations.apply_revocations(revocations):
             self._registry.recheck(now, mono=mono)
+
+
+def _of_others(wanted: Keys, theirs: Beats) -> int:
+    """Count the wanted keys without the caller's own, which comes first in `theirs`.
+
+    A caller that is new here has a card that is unknown and outdates none.
+    """
+    return len(wanted) - int(np.isin(theirs.keys[:1], wanted).sum())

@@ -88,7 +88,8 @@ def likely_new(
 ) -> list[Card]:
     """Of the cards that a peer did not name, those that are probably news to it.
 
-    A peer that names `unread` cards that are unknown here may hold newer cards of the same nodes.
+    A peer that names `unread` cards of other nodes that are unknown here may hold newer cards of
+    the same nodes.
     A card that has been held here for long is then more likely outdated at the peer than missing;
     if that guess is wrong, the next exchange sends it.
     """

@@ -11,16 +11,25 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kakeya.core.ids import NodeId
 from kakeya.core.units import MIB
 from kakeya.fleet.cards.cards import CardFault
 from kakeya.fleet.cards.convert import join_cards
-from kakeya.fleet.gossip.round import EXCHANGE_METHOD, PUSH_METHOD, SYNC_METHOD
+from kakeya.fleet.gossip.round import (
+    EXCHANGE_METHOD,
+    PUSH_METHOD,
+    SYNC_METHOD,
+    Exchanger,
+    exchange_once,
+)
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import message_options
-from tests.fleet.nodes import make_wire, running_node, verifier
+from tests.fakes import FakeClock
+from tests.fleet.nodes import NOW, make_registry, make_wire, running_node, verifier
 
 
 async def test_one_round_gives_both_sides_the_union() -> None:
@@ -31,6 +40,61 @@ async def test_one_round_gives_both_sides_the_union() -> None:
         assert a.known() == ["a", "b"]
         assert b.known() == ["b", "a"]
         assert b.card_of("a").offers(1)[0].model_id == "m"
+
+
+CARDS = st.dictionaries(
+    st.integers(0, 6).map("n{}".format),
+    st.tuples(st.integers(0, 3), st.floats(0.0, 110.0)),
+    max_size=7,
+)
+"""For each node its incarnation, and how long ago the view heard of it."""
+
+
+@settings(max_examples=15, deadline=None)
+@given(mine=CARDS, theirs=CARDS, own_age_s=st.floats(0.0, 1000.0), was_met=st.booleans())
+def test_one_round_gives_the_union_for_any_ages_of_cards(mine, theirs, own_age_s, was_met) -> None:
+    async def run() -> None:
+        clock = FakeClock(wall=NOW, mono=2000.0)
+        async with running_node("hub", clock=clock) as hub, running_node("me", clock=clock) as me:
+            if was_met:
+                await me.exchange(hub.address)
+                me.registry.restamp(now=clock.wall() + 1.0, mono=clock.mono())
+            for node, cards in ((me, mine), (hub, theirs)):
+                for name, (incarnation, age_s) in sorted(cards.items(), key=lambda c: -c[1][1]):
+                    at = clock.wall() - age_s
+                    wire = make_wire(name, at=at, incarnation=incarnation + 1)
+                    node.registry.merge([wire], now=at, mono=clock.mono() - age_s)
+            clock.advance(min(own_age_s, 1.0))
+            done = await exchange_once(
+                me.registry, [hub.address], channels=me.channels, clock=clock, sync=me.sync
+            )
+            assert done.errors == {}
+            union = {"me", "hub", *mine, *theirs}
+            assert set(me.known()) == set(hub.known()) == union
+            for name in {*mine, *theirs}:
+                latest = max(view[name][0] for view in (mine, theirs) if name in view)
+                assert me.card_of(name).incarnation == latest + 1
+                assert hub.card_of(name).incarnation == latest + 1
+
+    asyncio.run(run())
+
+
+async def test_a_newcomer_learns_of_a_settled_node_in_its_first_digest() -> None:
+    clock = FakeClock(wall=NOW, mono=2000.0)
+    async with running_node("hub", clock=clock) as hub, running_node("new", clock=clock) as new:
+        hub.merge(make_wire("drafter", at=NOW))
+        clock.advance(100.0)
+        exchanger = Exchanger(new.registry, new.sync, channels=new.channels, clock=clock)
+        await exchanger.round([hub.address])
+        assert new.known() == ["new", "drafter", "hub"]
+
+
+async def test_a_program_needs_no_more_than_a_view_and_an_address() -> None:
+    async with running_node("hub") as hub:
+        registry = make_registry("program", now=time.time(), mono=time.monotonic())
+        done = await exchange_once(registry, [hub.address])
+        assert done.errors == {}
+        assert registry.get("hub", mono=time.monotonic()) is not None
 
 
 async def test_third_node_view_propagates_transitively() -> None:
