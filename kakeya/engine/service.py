@@ -38,6 +38,8 @@ from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.status import abort
 
+MAX_DRAFTED = 64
+"""Most tokens of one draft for others: each is a forward between two steps of this engine."""
 _Answer = TypeVar("_Answer")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -91,13 +93,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         """Draft with this model; an expired request is dropped before it is computed.
 
-        Beyond the model's context there is nothing to draft: the answer is then short or empty.
+        Beyond the model's context there is nothing to draft, and generations of this engine wait
+        meanwhile: the answer may be shorter than the size, or empty.
         """
         try:
             prefix = ids_from_wire(request.token_ids_le32)
             facts = self._model.facts
             _check_draft(prefix, request.size, facts.vocab_size)
-            size = min(request.size, facts.context_tokens - len(prefix))
+            size = min(request.size, MAX_DRAFTED, facts.context_tokens - len(prefix))
             if size < 1:
                 return pb.DraftResponse()
             seed = request.seed if request.HasField("seed") else None

@@ -18,6 +18,7 @@ import grpc.aio
 import pytest
 
 from kakeya.core.units import pack_ids
+from kakeya.engine.service import MAX_DRAFTED
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests.engine.rig import frames_of
@@ -142,6 +143,13 @@ async def test_it_drafts_for_others(stub: EngineServiceAsyncStub) -> None:
     answer = await stub.Draft(pb.DraftRequest(token_ids_le32=pack_ids(PROMPT), size=5), timeout=5)
     assert list(answer.token_ids) == own
     assert len(answer.confidence) == 5
+
+
+async def test_a_long_draft_for_others_is_cut_so_that_generations_go_on(
+    stub: EngineServiceAsyncStub,
+) -> None:
+    asked = pb.DraftRequest(token_ids_le32=pack_ids(PROMPT), size=1024)
+    assert len((await stub.Draft(asked, timeout=30)).token_ids) == MAX_DRAFTED
 
 
 async def test_a_draft_ends_at_the_context(stub: EngineServiceAsyncStub) -> None:

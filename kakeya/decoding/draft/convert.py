@@ -14,7 +14,7 @@ from kakeya.decoding.draft.proposer import Draft, SamplingNoise
 from kakeya.v1 import distributed_pb2 as pb
 
 MAX_PREFIX_TOKENS = 128 * 1024
-MAX_BLOCK_TOKENS = 64
+MAX_BLOCK_TOKENS = 1024
 PADDING_ID = 0
 WORD = (1 << 64) - 1
 """The bits of a seed that travel on the wire."""

@@ -223,7 +223,7 @@ FIRST = told(5, 0, *([1, 2] * 100))
         (told(5, 200, 1), grpc.StatusCode.INVALID_ARGUMENT),
         (told(6, 201, 1), grpc.StatusCode.INVALID_ARGUMENT),
         (told(6, 200 - ROLLBACK - 1, 1), grpc.StatusCode.INVALID_ARGUMENT),
-        (told(6, 200, 1, size=65), grpc.StatusCode.INVALID_ARGUMENT),
+        (told(6, 200, 1, size=1025), grpc.StatusCode.INVALID_ARGUMENT),
         (
             drafts_pb2.DraftStreamRequest(version=6, keep_tokens=200, append_ids_le32=b"abc"),
             grpc.StatusCode.INVALID_ARGUMENT,

@@ -137,6 +137,15 @@ async def test_the_first_proposer_is_the_default(serve):
     assert list((await stub.ProposeBlock(ask(size=1, model="two"))).token_ids) == [2]
 
 
+async def test_a_block_has_up_to_1024_tokens_and_the_refusal_names_the_limit(serve):
+    stub = await serve(ProposerService({"ngram": NGramProposer()}))
+    response = await stub.ProposeBlock(ask(size=1024))
+    assert len(response.token_ids) == response.num_valid == 1024
+    code, words = await status_of(stub.ProposeBlock(ask(size=1025)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert words == "block_size is 1025, it must be 1 to 1024"
+
+
 async def test_an_unknown_model_is_not_found_and_the_served_ones_are_named(serve):
     stub = await serve(ProposerService({"one": NGramProposer(), "two": NGramProposer()}))
     code, words = await status_of(stub.ProposeBlock(ask(model="three")))
@@ -173,7 +182,7 @@ async def test_proposers_come_and_go_at_run_time(serve):
     [
         ask([]),
         ask(size=0),
-        ask(size=65),
+        ask(size=1025),
         ask(steps=0),
         ask([], committed_token_ids_le32=b"123"),
         ask([], committed_token_ids_le32=bytes(4 * (MAX_PREFIX_TOKENS + 1))),
