@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,13 @@ def grpc_stays_up() -> Iterator[None]:
     init_grpc_aio()
     yield
     shutdown_grpc_aio()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets: macOS's temporary ones are longer than a socket's name may be."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="kk-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

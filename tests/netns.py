@@ -29,6 +29,7 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,6 +77,22 @@ def why_not() -> str:
 def needs_netns() -> pytest.MarkDecorator:
     """Mark a test that runs only where namespaces do."""
     return pytest.mark.skipif(bool(why_not()), reason=why_not() or "they work")
+
+
+@functools.cache
+def _has_all_loopback() -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.9", 0))
+        except OSError:
+            return False
+    return True
+
+
+def needs_all_loopback() -> pytest.MarkDecorator:
+    """Mark a test that plays other hosts by 127.0.0.2 to 127.0.0.9."""
+    why = "macOS has 127.0.0.1 alone; as root: ifconfig lo0 alias 127.0.0.N up, N = 2 to 9"
+    return pytest.mark.skipif(not _has_all_loopback(), reason=why)
 
 
 @dataclass

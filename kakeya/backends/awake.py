@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 from kakeya.core.clock import Clock
@@ -100,7 +101,8 @@ class StayAwake:
         finally:
             self.is_held = False
             if not ended.done():
-                child.terminate()
+                with suppress(ProcessLookupError):  # a signal to all of the group ended it first
+                    child.terminate()
             await asyncio.shield(ended)
         if self._is_due:
             await self._failed(f"it ended with {child.returncode}")

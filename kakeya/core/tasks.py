@@ -85,7 +85,17 @@ class Supervisor:
             try:
                 await work()
             except (Exception, asyncio.CancelledError) as failure:
-                if isinstance(failure, asyncio.CancelledError) and is_cancelled():
+                if is_cancelled():
+                    if not isinstance(failure, asyncio.CancelledError):
+                        health.failures += 1
+                        health.last_error = repr(failure)
+                        event(
+                            _log,
+                            "a background task ended badly",
+                            level=logging.ERROR,
+                            task=health.name,
+                            error=repr(failure),
+                        )
                     raise
                 if self._clock.mono() - began_mono > RESTART_BACKOFF_S[-1]:
                     in_a_row = 0

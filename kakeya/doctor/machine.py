@@ -50,7 +50,7 @@ class Machine:
         self.data_dir = data_dir
         self.platform = platform
         self.python = python
-        self.program = own_program()
+        self.program = python
         self._thunderbolt: Collection[str] = ()
         self._environ = environ
         self._run = run
@@ -58,6 +58,7 @@ class Machine:
     async def examine(self) -> tuple[Finding, ...]:
         """Collect and judge all facts; takes little more than `SELF_TEST_S` at most."""
         self._thunderbolt = await read_thunderbolt_ports(self.platform)
+        self.program = await asyncio.to_thread(own_program)  # macOS resolves links
         test, sleep, files = await asyncio.gather(
             self._self_test(), self._sleep(), asyncio.to_thread(self._look)
         )

@@ -69,6 +69,26 @@ async def test_the_program_runs_while_it_is_due_and_ends_with_the_task() -> None
     assert not awake.is_held
 
 
+async def test_a_signal_that_ended_the_program_too_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Ctrl-C does it, and launchd: both processes are of one group."""
+    awake = stay("offered", ManualClock())
+    running = asyncio.ensure_future(awake.run())
+    awake.follow(offers=True, works=False)
+    await until(lambda: awake.is_held)
+    end = asyncio.subprocess.Process.terminate
+
+    def ended_already(child: asyncio.subprocess.Process) -> None:
+        end(child)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "terminate", ended_already)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 30)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [(("/no/such/program",), "No such file"), ((sys.executable, "-c", "exit(3)"), "ended with 3")],

@@ -91,8 +91,8 @@ async def controlled(folder: Path, examiner: Examiner) -> AsyncIterator[None]:
         await server.stop(None)
 
 
-async def test_alone_it_looks_at_the_machine_and_says_what_needs_a_node(tmp_path: Path) -> None:
-    report = await examine_alone("", tmp_path / "none", FREE)
+async def test_alone_it_looks_at_the_machine_and_says_what_needs_a_node(short_path: Path) -> None:
+    report = await examine_alone("", short_path / "none", FREE)
     whats = {line.what for line in report.lines}
     assert {"disk", "files", "mlx", "ring", "networks", "node"} <= whats
     assert sum(line.what.startswith("port ") for line in report.lines) == 2
@@ -100,31 +100,31 @@ async def test_alone_it_looks_at_the_machine_and_says_what_needs_a_node(tmp_path
     assert (node.level, node.command) == (Severity.WARNING, "kakeya-node")
 
 
-async def test_alone_it_finds_a_port_that_is_taken_and_dials_an_address(tmp_path: Path) -> None:
+async def test_alone_it_finds_a_port_that_is_taken_and_dials_an_address(short_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, closed_port() as closed:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
-        report = await examine_alone(closed, tmp_path, FREE | {"KAKEYA_BIND": bind})
+        report = await examine_alone(closed, short_path, FREE | {"KAKEYA_BIND": bind})
     lines = {line.what: line for line in report.lines}
     assert lines[f"port {bind}"].level is Severity.FAULT
     assert "refuses port" in lines[f"reach {closed}"].detail
     with pytest.raises(PeerUnavailable, match="only a running node can find 'some label'"):
-        await examine_alone("some label", tmp_path, FREE)
+        await examine_alone("some label", short_path, FREE)
 
 
-def test_the_command_alone_exits_by_the_worst_line(tmp_path: Path) -> None:
-    fine = doctor(tmp_path, "--json")
+def test_the_command_alone_exits_by_the_worst_line(short_path: Path) -> None:
+    fine = doctor(short_path, "--json")
     assert fine.returncode == 0, fine.stdout + fine.stderr
     assert json.loads(fine.stdout)["level"] == "warning"
     with closed_port() as closed:
-        bad = doctor(tmp_path, closed)
+        bad = doctor(short_path, closed)
     assert bad.returncode == 1
     assert f"kakeya-node --bind {closed}" in bad.stdout
     assert re.search(r"1 fault and \d warning", bad.stdout)
 
 
-async def test_the_running_node_examines(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    async with small_node(folder, "one") as one, small_node(tmp_path, "two") as two:
+async def test_the_running_node_examines(short_path: Path) -> None:
+    folder = short_path / "data"
+    async with small_node(folder, "one") as one, small_node(short_path, "two") as two:
         one.meet(two)
         two.meet(one)
         with held_folder(folder):
@@ -147,9 +147,9 @@ async def _in_thread(folder: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 def test_a_node_that_does_not_answer_is_a_fault_and_the_machine_is_looked_at(
-    tmp_path: Path,
+    short_path: Path,
 ) -> None:
-    folder = tmp_path / "data"
+    folder = short_path / "data"
     with held_folder(folder):
         started = time.monotonic()
         done = doctor(folder, "some label", "--json")
@@ -162,8 +162,8 @@ def test_a_node_that_does_not_answer_is_a_fault_and_the_machine_is_looked_at(
     assert not any(what.startswith("port ") for what in lines)
 
 
-def test_a_silent_control_socket_ends_in_time(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_silent_control_socket_ends_in_time(short_path: Path) -> None:
+    path = short_path / "s"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen(1)

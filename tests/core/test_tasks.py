@@ -33,6 +33,23 @@ async def test_work_that_ends_in_a_fault_is_started_again(fault: BaseException) 
     assert not tasks.health()[0].running
 
 
+async def test_work_whose_clean_up_fails_ends_all_the_same() -> None:
+    is_there = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            is_there.set()
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("gone")
+
+    async with asyncio.timeout(30), Supervisor(FakeClock()) as tasks:
+        tasks.start("work", work)
+        await is_there.wait()
+    (health,) = tasks.health()
+    assert (health.failures, health.last_error, health.running) == (1, "OSError('gone')", False)
+
+
 async def test_restarts_are_later_for_failures_in_a_row_and_not_for_those_a_day_apart() -> None:
     clock, begun_mono, ran_s = FakeClock(), [], [0, 0, 0, 0, 30, 86_400, 86_400, 0]
 

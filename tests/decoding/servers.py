@@ -109,7 +109,10 @@ def child_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
         [sys.executable, str(Path(__file__).with_name("child_proposer.py"))],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}",
+        },
     )
     assert child.stdout is not None
     try:

@@ -117,7 +117,7 @@ class SmallNode:
         return Examiner(
             self.registry,
             view,
-            machine or Machine(self.folder, environ={}, run=no_program),
+            machine or Machine(self.folder, environ={}, platform="linux", run=no_program),
             clock=self.clock,
             dialler=self.dialler,
             limit_s=limit_s,

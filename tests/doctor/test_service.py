@@ -36,6 +36,7 @@ from tests.doctor.small_nodes import (
     silent_port,
     small_node,
 )
+from tests.netns import needs_all_loopback
 
 
 async def check_back(
@@ -99,6 +100,7 @@ async def test_it_tells_a_suspicion(tmp_path: Path) -> None:
         assert (await check_back(callee, caller.address)).is_caller_suspect
 
 
+@needs_all_loopback()
 async def test_it_never_dials_a_third_party(tmp_path: Path) -> None:
     """127.0.0.2 is another host to it; the counter shows that nobody knocked there."""
     knocks = 0
@@ -140,6 +142,7 @@ async def knocked(host: str) -> AsyncIterator[tuple[str, list[object]]]:
         yield f"{host}:{server.sockets[0].getsockname()[1]}", came
 
 
+@needs_all_loopback()
 async def test_a_member_is_dialled_where_its_own_card_says(tmp_path: Path) -> None:
     """The certificate says who calls, so another member's card opens nothing."""
     fleet = new_fleet("callee", time.time())
@@ -165,6 +168,7 @@ async def test_a_member_is_dialled_where_its_own_card_says(tmp_path: Path) -> No
     assert answer.caller_age_s >= 0
 
 
+@needs_all_loopback()
 async def test_a_card_makes_no_port_scanner_of_a_node(tmp_path: Path) -> None:
     """A member writes addresses of others on its card: open or closed, they look alike."""
     fleet = new_fleet("callee", time.time())

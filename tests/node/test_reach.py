@@ -22,6 +22,7 @@ from kakeya.fleet.paths.round_trips import SETTLE_S
 from kakeya.node.reach import OwnAddresses
 from kakeya.wire.server.listeners import Listeners
 from tests.fakes import SettableClock
+from tests.netns import needs_all_loopback
 
 NOW = 1_800_000_000.0
 
@@ -117,6 +118,7 @@ async def accepts(address: str) -> bool:
     return True
 
 
+@needs_all_loopback()
 async def test_a_member_takes_one_port_on_every_network_and_loopback() -> None:
     async with opened(Cables("127.0.0.2", "127.0.0.3"), "--bind", "0.0.0.0:0") as rig:
         reach = rig.reach
@@ -131,6 +133,7 @@ async def test_a_member_takes_one_port_on_every_network_and_loopback() -> None:
         assert reach.is_networked
 
 
+@needs_all_loopback()
 async def test_a_cable_that_is_plugged_in_or_pulled_changes_the_addresses_and_tells() -> None:
     cables = Cables("127.0.0.2")
     async with opened(cables, "--bind", "0.0.0.0:0") as rig:
@@ -148,6 +151,7 @@ async def test_a_cable_that_is_plugged_in_or_pulled_changes_the_addresses_and_te
         assert rig.reach.advertised == new
 
 
+@needs_all_loopback()
 async def test_a_member_without_any_network_waits_for_one() -> None:
     cables = Cables()
     async with opened(cables, "--bind", "0.0.0.0:0") as rig:
@@ -158,17 +162,20 @@ async def test_a_member_without_any_network_waits_for_one() -> None:
         await rig.until_listening_on("127.0.0.2")
 
 
+@needs_all_loopback()
 async def test_an_address_that_was_typed_and_cannot_be_used_ends_the_start() -> None:
     with pytest.raises(ConfigError, match=r"--bind 203\.0\.113\.9:0 cannot be used"):
         async with opened(Cables("127.0.0.2"), "--bind", "203.0.113.9:0"):
             pass
 
 
+@needs_all_loopback()
 async def test_of_addresses_that_nobody_typed_one_may_be_dead() -> None:
     async with opened(Cables("127.0.0.2", "203.0.113.9"), "--bind", "0.0.0.0:0") as rig:
         assert rig.reach.hosts == ("127.0.0.2",)
 
 
+@needs_all_loopback()
 async def test_a_port_that_is_taken_ends_the_start() -> None:
     async with opened(Cables("127.0.0.2"), "--bind", "0.0.0.0:0") as rig:
         with pytest.raises(ConfigError, match=r"in use"):
@@ -176,6 +183,7 @@ async def test_a_port_that_is_taken_ends_the_start() -> None:
                 pass
 
 
+@needs_all_loopback()
 async def test_on_loopback_nothing_is_followed_and_loopback_may_be_dialled() -> None:
     async with opened(Cables("127.0.0.2"), "--bind", "127.0.0.1:0", is_member=False) as rig:
         assert rig.reach.hosts == ()
@@ -191,6 +199,7 @@ async def test_ranges_that_were_configured_may_be_dialled() -> None:
         assert rig.reach.policy().may_dial("198.51.100.7:1") != ""
 
 
+@needs_all_loopback()
 async def test_round_trips_are_measured_for_each_own_network_and_shown_after_a_while() -> None:
     cables, clock = Cables("127.0.0.2", "127.0.0.3"), SettableClock()
     by_peer = {"127.0.0.9": "127.0.0.2", "127.0.0.8": "127.0.0.3", "127.0.0.7": "127.0.0.5"}

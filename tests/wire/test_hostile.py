@@ -71,7 +71,10 @@ async def child(fleet: Fleet) -> AsyncIterator[Child]:
             str(await asyncio.to_thread(written, Path(folder), fleet)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}",
+            },
         )
         assert process.stdout is not None
         try:

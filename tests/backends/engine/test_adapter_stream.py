@@ -84,8 +84,8 @@ class Engine(engine_pb2_grpc.EngineServiceServicer):
 
 
 @pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
-    async with Engine(tmp_path) as started:
+async def engine(short_path: Path) -> AsyncIterator[Engine]:
+    async with Engine(short_path) as started:
         yield started
 
 
@@ -272,7 +272,7 @@ async def test_an_engine_that_ends_in_order_answers_what_is_under_way(engine, cl
 
 
 async def test_a_stream_that_broke_fails_its_loads_and_the_next_opens_another(
-    engine, client, tmp_path
+    engine, client, short_path
 ) -> None:
     waiting = [load(client, name) for name in "ab"]
     dropped = [await engine.flight(name) for name in "ab"]
@@ -281,7 +281,7 @@ async def test_a_stream_that_broke_fails_its_loads_and_the_next_opens_another(
         with pytest.raises(PeerUnavailable):
             await one
     assert all(flight.cancelled() for flight in dropped)
-    async with Engine(tmp_path) as again, asyncio.timeout(60):
+    async with Engine(short_path) as again, asyncio.timeout(60):
         while True:  # until the channel has found it
             asked = load(client, "c")
             served = asyncio.create_task(again.flight("c"))
@@ -336,8 +336,8 @@ class Unreadable(Engine):
             await context.write(b"\xff")
 
 
-async def test_an_answer_that_cannot_be_read_fails_at_once_what_waits(tmp_path, caplog) -> None:
-    async with Unreadable(tmp_path) as engine:
+async def test_an_answer_that_cannot_be_read_fails_at_once_what_waits(short_path, caplog) -> None:
+    async with Unreadable(short_path) as engine:
         client = EngineClient("tiny", engine.address, Keepalive())
         async with asyncio.timeout(60):
             with pytest.raises(PeerUnavailable):
@@ -356,13 +356,13 @@ async def test_closing_the_client_fails_what_waits(engine, client) -> None:
         await load(client, "b")
 
 
-async def test_a_killed_engine_fails_the_load(tmp_path: Path) -> None:
+async def test_a_killed_engine_fails_the_load(short_path: Path) -> None:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CHILD, str(tmp_path), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", CHILD, str(short_path), stdout=asyncio.subprocess.PIPE
     )
-    client = EngineClient("tiny", f"unix:{tmp_path}/engine", Keepalive())
+    client = EngineClient("tiny", f"unix:{short_path}/engine", Keepalive())
     try:
-        while not (tmp_path / "engine").exists():
+        while not (short_path / "engine").exists():
             await asyncio.sleep(0.02)
         waiting = load(client, "a")
         assert child.stdout is not None

@@ -56,14 +56,14 @@ CALLS: dict[str, Callable[[EngineClient], Awaitable[object]]] = {
 
 @pytest.fixture
 async def engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Mute, EngineClient]]:
     monkeypatch.setattr(engine_client, "CLOSE_GRACE_S", 0.05)
     mute, server = Mute(), grpc.aio.server()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(mute, server)
-    server.add_insecure_port(f"unix:{tmp_path}/engine")
+    server.add_insecure_port(f"unix:{short_path}/engine")
     await server.start()
-    client = EngineClient("toy", f"unix:{tmp_path}/engine", Keepalive())
+    client = EngineClient("toy", f"unix:{short_path}/engine", Keepalive())
     yield mute, client
     await client.aclose()
     await server.stop(0)

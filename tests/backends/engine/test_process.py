@@ -16,10 +16,10 @@ SLEEPER = (sys.executable, "-c", "import time; time.sleep(60)")
 
 @pytest.mark.parametrize("refusal", [PermissionError, ProcessLookupError])
 async def test_a_group_that_cannot_be_signalled_any_more_ends_all_the_same(
-    refusal: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: type[OSError], short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """macOS answers so while the child has ended and was not waited for."""
-    socket = tmp_path / "1.sock"
+    socket = short_path / "1.sock"
     child = await EngineProcess.start("toy", lambda _: SLEEPER, socket)
     socket.touch()
     os.killpg(child.pid, 9)

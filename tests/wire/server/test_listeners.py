@@ -102,10 +102,10 @@ async def test_a_node_without_an_identity_encrypts_nothing() -> None:
         await plain_listeners(StandIns()).open_tls(ANY_PORT, flag="--bind")
 
 
-async def test_the_nodes_own_socket_may_call_everything(tmp_path: Path) -> None:
+async def test_the_nodes_own_socket_may_call_everything(short_path: Path) -> None:
     stand_ins = StandIns()
     listeners = plain_listeners(stand_ins)
-    address = await listeners.open_plain(f"unix:{tmp_path}/s", flag="--bind")
+    address = await listeners.open_plain(f"unix:{short_path}/s", flag="--bind")
     await listeners.start()
     async with grpc.aio.insecure_channel(address) as channel:
         for method in methods():
