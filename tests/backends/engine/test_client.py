@@ -85,11 +85,11 @@ async def test_who_waits_for_an_answer_is_told_that_the_engine_is_lost_and_is_no
 
 async def test_how_long_it_is_silent_nobody_knows_then(engine: tuple[Mute, EngineClient]) -> None:
     mute, client = engine
-    call = asyncio.ensure_future(client.silent_s(LIMIT_S))
+    call = asyncio.ensure_future(client.look(LIMIT_S))
     await asyncio.wait_for(mute.calls.acquire(), LIMIT_S)
     await client.aclose()
     assert await call is None
-    assert await client.silent_s(LIMIT_S) is None
+    assert await client.look(LIMIT_S) is None
 
 
 async def test_who_is_cancelled_is_cancelled(engine: tuple[Mute, EngineClient]) -> None:
