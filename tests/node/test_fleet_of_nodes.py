@@ -91,7 +91,6 @@ async def test_a_card_offers_what_is_loaded(verifier: NodeProcess, drafter: Node
     assert offers(cards["drafter"]) == {DRAFTER, "ngram"}
     model = next(m for m in cards["verifier"]["models"] if m["model_id"] == VERIFIER)
     assert model["role"] == "verifier"
-    assert model["tokens_per_second"] > 0
     assert cards["verifier"]["memory_bytes"] > 2**28
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -13,7 +14,9 @@ import pytest_asyncio
 from kakeya.core.clock import SystemClock
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.cards.convert import from_wire, to_wire
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import Sampling
+from kakeya.prefix.names.naming import Naming, PrefixNames
 from kakeya.prefix.names.pieces import pieces_of
 from kakeya.prefix.pages.counts import Source
 from kakeya.prefix.peers import fetch as peer_fetch
@@ -57,6 +60,17 @@ async def forget(world: Node, prompt: list[int]) -> dict[bytes, bytes]:
     assert (await ask(world, text(9, 40))).cached == 0
     ours = {piece.id for piece in pieces_of(shelf.naming.chain, prompt)}
     return {block_id: payload for block_id, payload in held.items() if block_id in ours}
+
+
+@pytest.fixture(autouse=True)
+def a_known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine measures its speed when its machine is idle, which it may never be in a test."""
+    make = PrefixNames._make
+
+    def measured(names: PrefixNames, facts: ModelFacts, *said: str) -> Naming | None:
+        return make(names, replace(facts, prefill_tokens_per_second=2000.0), *said)
+
+    monkeypatch.setattr(PrefixNames, "_make", measured)
 
 
 def drop_pages(world: Node) -> None:

@@ -93,14 +93,14 @@ async def test_twenty_conversations_on_four_slots_are_told_of_and_none_is_refuse
 
 
 async def test_no_more_slots_are_recommended_than_memory_holds():
-    """Of 100,000 tokens each, at a byte a token, a quarter of this memory holds 40."""
-    async with precache_world(StillClock(), usable_bytes=16_000_000) as w:
+    """Of 8,192 tokens each, at a byte a token, a quarter of this memory holds 40."""
+    async with precache_world(StillClock(), usable_bytes=4 * 40 * 8192) as w:
         for n in range(4000):
             w.precache.kv_key(await w.claim(f"c{n}"))
         (slots,) = w.precache.status()["slots"]
         assert (slots["recommended"], slots["high_water"]) == (40, 4000)
         assert "memory holds precache.parallel = 40" in slots["warning"]
-    async with precache_world(StillClock(), usable_bytes=400_000) as w:
+    async with precache_world(StillClock(), usable_bytes=4 * 8192) as w:
         for n in range(9):
             w.precache.kv_key(await w.claim(f"c{n}"))
         (slots,) = w.precache.status()["slots"]
