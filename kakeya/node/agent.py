@@ -152,7 +152,7 @@ class Agent:
         )
         self._label = self._config.label or (identity.label if identity else "")
         self._is_authority = identity is not None and identity.is_authority
-        self._ring_address = probe_ring_environment().address()
+        self._ring_address = probe_ring_environment().ring_address()
         self._incarnation = 0
         await self._listen(stack, identity)
         self._pages = await stack.enter_async_context(

@@ -19,7 +19,7 @@ import mlx.core as mx
 from kakeya.fleet.placement.ring import probe_ring_environment
 joined = probe_ring_environment(init=lambda: mx.distributed.init(strict=True))
 found = probe_ring_environment()
-print("RING " + json.dumps([found.is_available, found.rank, found.world_size, found.address(),
+print("RING " + json.dumps([found.is_available, found.rank, found.world_size, found.ring_address(),
                             joined.rank, joined.world_size]), flush=True)
 """
 

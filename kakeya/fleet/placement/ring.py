@@ -40,16 +40,27 @@ class RingGroup(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingEnvironment:
-    """The result of the probe. `failure_reason` is "" exactly when the ring is available."""
+    """The result of the probe. `failure_reason` is "" exactly when the ring is available.
+
+    Without a ring `world_size` is 0. Otherwise than in the original engine, a group of one is no
+    ring, and a ring has a name.
+    """
 
     is_available: bool
     rank: int = 0
-    world_size: int = 1
+    world_size: int = 0
     backend: str = ""
     ring_name: str = ""
     failure_reason: str = ""
 
-    def address(self, hostname: str = "") -> str:
+    def render(self) -> str:
+        """One line for the operator."""
+        if not self.is_available:
+            return f"no mlx ring: {self.failure_reason}"
+        name = f" {self.ring_name}" if self.ring_name else ""
+        return f"mlx ring{name}: rank {self.rank} of {self.world_size} ({self.backend})"
+
+    def ring_address(self, hostname: str = "") -> str:
         """The ring address to advertise; "" without a ring."""
         if not self.is_available:
             return ""
@@ -117,6 +128,7 @@ class _Seat:
 def ring_path_available(a: str, b: str) -> bool:
     """Whether two advertised ring addresses are different seats of the same ring.
 
+    The original engine takes two cards, and any two addresses for one ring.
     Both must read `HOST:RANK` or `HOST+RING:RANK`, with equal ring names and unequal ranks.
     """
     here, there = _read_seat(a), _read_seat(b)

@@ -38,7 +38,9 @@ def test_outside_of_a_launch_there_is_no_ring_and_init_is_not_called() -> None:
     found = probe_ring_environment({}, init=init)
     assert not found.is_available
     assert "MLX_RANK" in found.failure_reason
-    assert found.address("mini") == ""
+    assert found.world_size == 0
+    assert found.render() == f"no mlx ring: {found.failure_reason}"
+    assert found.ring_address("mini") == ""
 
 
 def test_the_probe_reads_the_environment_of_the_process_by_default() -> None:
@@ -50,8 +52,9 @@ def test_a_launched_rank_is_in_a_ring(tmp_path: Path) -> None:
     found = probe_ring_environment(environ)
     assert (found.is_available, found.rank, found.world_size) == (True, 1, 3)
     assert (found.backend, found.failure_reason) == ("ring", "")
-    assert found.address("mini").endswith(":1")
-    assert found.address("mini").startswith("mini+")
+    assert found.render() == f"mlx ring {found.ring_name}: rank 1 of 3 (ring)"
+    assert found.ring_address("mini").endswith(":1")
+    assert found.ring_address("mini").startswith("mini+")
 
 
 def test_a_group_of_one_is_no_ring(tmp_path: Path) -> None:
@@ -111,7 +114,9 @@ def test_the_ranks_of_one_launch_share_a_path_and_two_launches_do_not(tmp_path: 
     files = _hostfile(tmp_path / "one", 2), _hostfile(tmp_path / "two", 2, port=6000)
     (one0, one1), (_, two1) = (
         [
-            probe_ring_environment({"MLX_RANK": rank, "MLX_HOSTFILE": file}).address(f"h{rank}")
+            probe_ring_environment({"MLX_RANK": rank, "MLX_HOSTFILE": file}).ring_address(
+                f"h{rank}"
+            )
             for rank in ("0", "1")
         ]
         for file in files
