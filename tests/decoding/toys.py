@@ -66,10 +66,12 @@ class ToyProposer:
     def __init__(self, make: Callable[[Sequence[int], int], Sequence[int]], name="toy") -> None:
         self.name = name
         self.stats = ProposerStats()
+        self.asked_steps: list[int] = []
         self._make = make
 
-    def propose(self, prefix: Sequence[int], size: int) -> Draft:
+    def propose(self, prefix: Sequence[int], size: int, num_steps: int = 1) -> Draft:
         self.stats.calls += 1
+        self.asked_steps.append(num_steps)
         return Draft(source=self.name, tokens=tuple(self._make(prefix, size)))
 
 

@@ -6,9 +6,15 @@ wrong; it never changes the generated tokens, only the speed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+from kakeya.core.errors import InvalidArgument
+from kakeya.core.log import event
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +48,11 @@ class SamplingNoise:
 class BlockProposal:
     """A draft in the form of the wire: exactly as many ids as were asked for.
 
-    The first `num_valid` are meant, the rest is padding that no verifier should look at.
+    The first `num_valid` are meant, the rest is padding that no verifier should look at. (The
+    original engine has no `num_valid` and verifies the padding.)
     """
 
-    token_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
     num_valid: int
     forward_passes: int = 0
     diffusion_steps: int = 0
@@ -54,15 +61,45 @@ class BlockProposal:
 
 @dataclass(slots=True)
 class ProposerStats:
-    """Counts over a proposer's life; `drafted` and later are tokens, the others are calls."""
+    """Counts over a proposer's life, with the names that the original engine has for its five.
+
+    `calls`, `total_blocks` (calls that were answered), `abstained` and `failures` count calls;
+    `drafted` counts tokens, without padding. `first_failure` says what the first failure was.
+    """
 
     calls: int = 0
+    total_blocks: int = 0
     abstained: int = 0
     failures: int = 0
     drafted: int = 0
-    forward_passes: int = 0
-    diffusion_steps: int = 0
+    total_diffusion_steps: int = 0
+    total_forward_passes: int = 0
+    peak_activation_bytes: int = 0
+    weight_bytes: int = 0
     wait_s: float = 0.0
+    first_failure: str = ""
+
+    def count(self, draft: Draft) -> None:
+        """Add an answer; a look-up that has no passes of a model counts as one."""
+        self.total_blocks += 1
+        self.abstained += not draft.tokens
+        self.drafted += len(draft.tokens)
+        self.total_diffusion_steps += draft.diffusion_steps
+        self.total_forward_passes += max(1, draft.forward_passes)
+        self.peak_activation_bytes = max(self.peak_activation_bytes, draft.peak_activation_bytes)
+
+    def count_failure(self, source: str, problem: str) -> None:
+        """Add a failure; the first one is kept, and logged."""
+        self.failures += 1
+        if not self.first_failure:
+            self.first_failure = problem
+            event(
+                _log,
+                "a proposer failed; further failures are only counted",
+                level=logging.WARNING,
+                source=source,
+                problem=problem,
+            )
 
 
 @runtime_checkable
@@ -79,10 +116,84 @@ class Proposer(Protocol):
         """Live counts; only the proposer writes them."""
         ...
 
-    def propose(self, prefix: Sequence[int], size: int) -> Draft:
+    def propose(self, prefix: Sequence[int], size: int, num_steps: int = 1) -> Draft:
         """Draft at most `size` tokens after `prefix` (ids of the verifier's vocabulary).
 
+        `num_steps` is how often a proposer that refines its drafts does so; others ignore it.
         Blocking; callers with an event loop run it off the loop. Raises InvalidArgument for an
         empty prefix or a size below 1; remote proposers raise RemoteProposerError.
         """
         ...
+
+
+@runtime_checkable
+class BlockProposer(Protocol):
+    """A proposer of the original engine: a whole block at a time."""
+
+    def propose_block(
+        self, committed_token_ids: list[int], block_size: int, num_steps: int
+    ) -> OfferedBlock:
+        """Draft exactly `block_size` tokens."""
+        ...
+
+
+class OfferedBlock(Protocol):
+    """A block as a BlockProposer gives it; of a `BlockProposal`, `num_valid` tokens are meant."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The drafted ids."""
+        ...
+
+    @property
+    def diffusion_steps(self) -> int:
+        """How often the block was refined."""
+        ...
+
+    @property
+    def forward_passes(self) -> int:
+        """Forwards of the proposer's model."""
+        ...
+
+    @property
+    def peak_activation_bytes(self) -> int:
+        """The most memory that its activations took."""
+        ...
+
+
+class BlockDrafter:
+    """A BlockProposer under the contract of Proposer."""
+
+    def __init__(self, blocks: BlockProposer) -> None:
+        self.name = type(blocks).__name__
+        self.stats = ProposerStats()
+        self._blocks = blocks
+
+    def propose(self, prefix: Sequence[int], size: int, num_steps: int = 1) -> Draft:
+        """Draft at most `size` tokens."""
+        self.stats.calls += 1
+        block = self._blocks.propose_block(list(prefix), size, num_steps)
+        meant = block.num_valid if isinstance(block, BlockProposal) else len(block.tokens)
+        draft = Draft(
+            source=self.name,
+            tokens=tuple(block.tokens[: min(size, meant)]),
+            forward_passes=block.forward_passes,
+            diffusion_steps=block.diffusion_steps,
+            peak_activation_bytes=block.peak_activation_bytes,
+        )
+        self.stats.count(draft)
+        return draft
+
+
+def as_proposer(given: Proposer | BlockProposer) -> Proposer:
+    """Give whatever drafts the form of a Proposer. Raises InvalidArgument if it does not draft."""
+    is_class = isinstance(given, type)
+    if isinstance(given, Proposer) and not is_class:
+        return given
+    if isinstance(given, BlockProposer) and not is_class:
+        return BlockDrafter(given)
+    raise InvalidArgument(
+        f"{given if is_class else type(given).__name__} is no proposer: a proposer has a name, "
+        "stats and propose(prefix, size, num_steps), or it has "
+        "propose_block(committed, block_size, num_steps)"
+    )

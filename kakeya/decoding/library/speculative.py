@@ -7,20 +7,24 @@ tokens of plain decoding whatever the proposer says.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Literal, Protocol, Self, runtime_checkable
 
 import grpc
 
 from kakeya.core.clock import Clock, SystemClock
-from kakeya.core.errors import InvalidArgument
+from kakeya.core.errors import InvalidArgument, KakeyaError
+from kakeya.core.log import event
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.control.shadow import ShadowScorer
 from kakeya.decoding.draft.decoder import Decoding
-from kakeya.decoding.draft.proposer import Draft, Proposer
+from kakeya.decoding.draft.proposer import BlockProposer, Draft, Proposer, as_proposer
 from kakeya.decoding.remote.remote import PROPOSAL_TIMEOUT_S, RemoteProposer
 
+_log = logging.getLogger(__name__)
 BLOCK_SIZE = 8
 
 
@@ -68,7 +72,8 @@ class SpecDecodingStats:
     """Counts over all generations of a decoder; tokens, unless said.
 
     `drafted` tokens were offered, `verified` ones had a row in a forward, `accepted` ones of these
-    were right; `verified_at[i]` and `accepted_at[i]` count depth i of the drafts.
+    were right; `verified_at[i]` and `accepted_at[i]` count depth i of the drafts. `failures` are
+    drafts that did not come or were not sound; `first_failure` says what the first one was.
     """
 
     forwards: int = 0
@@ -77,6 +82,7 @@ class SpecDecodingStats:
     verified: int = 0
     accepted: int = 0
     failures: int = 0
+    first_failure: str = ""
     verified_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -114,27 +120,46 @@ class SpeculativeDecoder:
     Without a controller every drafted token is verified. With one, only those that pay, and the
     rest is scored in the shadow. A proposer that fails counts as one that abstains, unless
     `on_proposer_error` is "raise": then its error ends the generator, with `history` whole; the
-    generation may go on from there with another proposer.
+    generation may go on from there with another proposer. The first failure is logged and stands
+    in `stats`.
+
+    A proposer may be one of the original engine, which has `propose_block` only;
+    `num_diffusion_steps` are the steps that a proposer which refines its drafts takes for each.
+    Otherwise than there, the verifier selects the tokens itself, so that sampled text can be
+    drafted too; `generate` yields tokens as they are committed; a draft may be short.
+
+    Raises InvalidArgument for arguments with which no draft could be taken.
     """
 
     def __init__(
         self,
         verifier: Verifier,
-        proposer: Proposer,
+        proposer: Proposer | BlockProposer,
         *,
         stop_token_ids: frozenset[int] = frozenset(),
         context_tokens: int,
         vocab_size: int | None = None,
         block_size: int = BLOCK_SIZE,
+        num_diffusion_steps: int = 1,
         controller: DraftController | None = None,
         on_proposer_error: Literal["plain", "raise"] = "plain",
         clock: Clock | None = None,
     ) -> None:
-        if block_size < 1:
-            raise InvalidArgument(f"block_size is {block_size}, it must be at least 1")
+        _check_verifier(verifier, proposer)
+        _check_positive(
+            block_size=block_size,
+            num_diffusion_steps=num_diffusion_steps,
+            context_tokens=context_tokens,
+        )
+        if on_proposer_error not in ("plain", "raise"):
+            raise InvalidArgument(
+                f"on_proposer_error is {on_proposer_error!r}, it must be 'plain' or 'raise'",
+                param="on_proposer_error",
+            )
         self.stats = SpecDecodingStats()
         self.history: list[int] = []
-        self.proposer = proposer
+        self.proposer = as_proposer(proposer)
+        self._num_steps = num_diffusion_steps
         self._verifier = verifier
         self._stop_token_ids = stop_token_ids
         self._context_tokens = context_tokens
@@ -186,23 +211,45 @@ class SpeculativeDecoder:
             return Draft(source=self.proposer.name)
         began = self._clock.mono()
         try:
-            draft = self.proposer.propose(decoding.history, size)
-        except Exception:  # whatever a proposer does, decoding goes on
-            self.stats.failures += 1
+            draft = self._sound(self.proposer.propose(decoding.history, size, self._num_steps))
+        except Exception as failure:  # whatever a proposer does, decoding goes on
+            self._count_failure(_words(failure))
             if self._on_proposer_error == "raise":
                 raise
             draft = Draft(source=self.proposer.name)
         if self._controller is not None:
             self._controller.observe_wait(self.proposer.name, self._clock.mono() - began)
-        self.stats.drafted += len(draft.tokens)
-        return self._in_vocabulary(draft)
+        return draft
 
-    def _in_vocabulary(self, draft: Draft) -> Draft:
-        """Cut the draft at the first id that the verifier does not have."""
-        valid = _known(draft.tokens, self._vocab_size)
-        if valid == len(draft.tokens):
-            return draft
-        return replace(draft, tokens=draft.tokens[:valid], confidence=draft.confidence[:valid])
+    def _sound(self, draft: Draft) -> Draft:
+        """The draft, cut at the first id that the verifier does not have."""
+        if not isinstance(draft, Draft):
+            raise InvalidArgument(
+                f"{self.proposer.name} answered a {type(draft).__name__}, it must be a Draft"
+            )
+        tokens = tuple(map(index, draft.tokens))
+        self.stats.drafted += len(tokens)
+        valid = _known(tokens, self._vocab_size)
+        if valid < len(tokens):
+            self._count_failure(
+                f"{self.proposer.name} drafted id {tokens[valid]}, outside the vocabulary of "
+                f"{self._vocab_size} ids"
+            )
+        return replace(draft, tokens=tokens[:valid], confidence=draft.confidence[:valid])
+
+    def _count_failure(self, problem: str) -> None:
+        self.stats.failures += 1
+        if self.stats.first_failure:
+            return
+        self.stats.first_failure = problem
+        if not self.proposer.stats.first_failure:  # then the proposer has logged it
+            event(
+                _log,
+                "a proposer failed; further failures are only counted",
+                level=logging.WARNING,
+                source=self.proposer.name,
+                problem=problem,
+            )
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         known = _known(prompt, self._vocab_size)
@@ -235,6 +282,7 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
         context_tokens: int,
         stop_token_ids: frozenset[int] = frozenset(),
         block_size: int = BLOCK_SIZE,
+        num_diffusion_steps: int = 1,
         controller: DraftController | None = None,
         on_proposer_error: Literal["plain", "raise"] = "raise",
         channel: grpc.Channel | None = None,
@@ -262,6 +310,7 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
             context_tokens=context_tokens,
             vocab_size=vocab_size,
             block_size=block_size,
+            num_diffusion_steps=num_diffusion_steps,
             controller=controller,
             on_proposer_error=on_proposer_error,
         )
@@ -270,6 +319,27 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
         """Close the connection to the proposer, if it is the decoder's own."""
         if isinstance(self.proposer, RemoteProposer):
             self.proposer.close()
+
+
+def _check_verifier(verifier: Verifier, proposer: Proposer | BlockProposer) -> None:
+    if isinstance(verifier, Verifier) and not isinstance(verifier, type):
+        return
+    swapped = "; the verifier comes first" if isinstance(proposer, Verifier) else ""
+    raise InvalidArgument(
+        f"{type(verifier).__name__} is no verifier: it has no verify(history, draft){swapped}",
+        param="verifier",
+    )
+
+
+def _check_positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise InvalidArgument(f"{name} is {count}, it must be at least 1", param=name)
+
+
+def _words(failure: Exception) -> str:
+    """A failure in words; faults of a program are named by their type too."""
+    return failure.message if isinstance(failure, KakeyaError) else repr(failure)
 
 
 def _vocabulary(verifier: Verifier, given: int | None) -> int:

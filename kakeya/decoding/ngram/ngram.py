@@ -171,8 +171,13 @@ class NGramProposer:
         self._kept_texts = kept_texts
         self._recent = [self.follow()]
 
-    def propose(self, prefix: Sequence[int], size: int) -> Draft:
-        """Draft at most `size` tokens; empty when no n-gram of the suffix occurred before."""
+    def propose(self, prefix: Sequence[int], size: int, num_steps: int = 1) -> Draft:
+        """Draft at most `size` tokens; empty when no n-gram of the suffix occurred before.
+
+        `num_steps` must be positive and is otherwise ignored: nothing is iterated.
+        """
+        if num_steps < 1:
+            raise InvalidArgument(f"num_steps is {num_steps}, it must be at least 1")
         if not len(prefix):
             raise InvalidArgument("the prefix is empty: there is nothing to continue")
         if size < 1:
@@ -186,18 +191,18 @@ class NGramProposer:
     def draft_after(self, index: NGramIndex, size: int) -> Draft:
         """Draft at most `size` tokens after the text of an index."""
         tokens, match = index.draft(size)
+        draft = Draft(source=self.name)
+        if tokens:
+            confidence = next(value for least, value in _CONFIDENCE if match >= least)
+            draft = Draft(
+                source=self.name,
+                tokens=tuple(tokens),
+                confidence=(confidence,) * len(tokens),
+                match_length=match,
+            )
         self.stats.calls += 1
-        self.stats.drafted += len(tokens)
-        if not tokens:
-            self.stats.abstained += 1
-            return Draft(source=self.name)
-        confidence = next(value for least, value in _CONFIDENCE if match >= least)
-        return Draft(
-            source=self.name,
-            tokens=tuple(tokens),
-            confidence=(confidence,) * len(tokens),
-            match_length=match,
-        )
+        self.stats.count(draft)
+        return draft
 
     def unseen(self, prefix: Sequence[int]) -> int:
         """Tokens of the prefix that a draft has to index first, which is its cost."""
@@ -207,17 +212,11 @@ class NGramProposer:
     def propose_block(
         self, committed: Sequence[int], block_size: int, num_steps: int = 1
     ) -> BlockProposal:
-        """Draft exactly `block_size` tokens, filled up with the fallback id.
-
-        `num_steps` must be positive and is otherwise ignored: nothing is iterated.
-        """
-        if num_steps < 1:
-            raise InvalidArgument(f"num_steps is {num_steps}, it must be at least 1")
-        draft = self.propose(committed, block_size)
-        self.stats.forward_passes += 1
+        """Draft exactly `block_size` tokens, filled up with the fallback id."""
+        draft = self.propose(committed, block_size, num_steps)
         padding = (self._fallback_id,) * (block_size - len(draft.tokens))
         return BlockProposal(
-            token_ids=draft.tokens + padding, num_valid=len(draft.tokens), forward_passes=1
+            tokens=draft.tokens + padding, num_valid=len(draft.tokens), forward_passes=1
         )
 
     def _index_of(self, prefix: Sequence[int]) -> NGramIndex:

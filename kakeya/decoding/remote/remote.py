@@ -10,15 +10,23 @@ Not thread-safe: one thread drafts.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import grpc
 
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import InvalidArgument, PeerError, PeerProtocol
-from kakeya.decoding.draft.convert import PADDING_ID, draft_from_wire, request_to_wire
+from kakeya.core.log import event
+from kakeya.core.settings import Illegal, peer_address
+from kakeya.decoding.draft.convert import (
+    MAX_BLOCK_TOKENS,
+    PADDING_ID,
+    draft_from_wire,
+    request_to_wire,
+)
 from kakeya.decoding.draft.proposer import BlockProposal, Draft, ProposerStats, SamplingNoise
 from kakeya.decoding.remote.breaker import BreakerState, CircuitBreaker
 from kakeya.decoding.remote.draft_book import RemoteDraftBook
@@ -33,10 +41,15 @@ from kakeya.wire.security import TlsMaterial
 __all__ = ["MalformedDraft", "PendingDraft", "RemoteDraftBook", "RemoteProposer"]
 __all__ += ["RemoteProposerError"]
 
+_log = logging.getLogger(__name__)
 PROPOSAL_TIMEOUT_S = 2.0
 """The longest that one call may take; drafts that take longer never pay."""
 STREAM_TIMEOUT_S = 3600.0
 """The longest that one stream lasts; drafts on it are timed each for itself."""
+_MISREADING = frozenset(
+    (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+)
+"""Statuses of a node without our extensions, to which an extended request has an empty prefix."""
 
 
 class StreamCall(Protocol):
@@ -99,8 +112,16 @@ class RemoteProposer:
     """The proposer `model_id` of the node at `address`; "" is that node's default.
 
     `extended=False` for nodes without our wire extensions: they answer full blocks, in which
-    padding looks like drafts. Token ids from `vocab_size` on are refused. With `tls` the
-    peer must show a certificate for `server_name`. A given `channel` stays the caller's to close.
+    padding looks like drafts. A node that turns out to be such a one is asked in its way from then
+    on. Token ids from `vocab_size` on are refused; without it they are not checked here. With
+    `tls` the peer must show a certificate for `server_name`. A given `channel` stays the caller's
+    to close. The first failure is logged and stands in `stats`.
+
+    Otherwise than in the original engine, a call takes 2 seconds at most by default, not 60, and a
+    peer that failed three times in a row is not asked for a while.
+
+    Raises InvalidArgument for an address that is not HOST:PORT, a timeout or a vocabulary that is
+    not above 0.
     """
 
     def __init__(
@@ -118,6 +139,8 @@ class RemoteProposer:
         rng: random.Random | None = None,
         clock: Clock | None = None,
     ) -> None:
+        _check_terms(address, timeout_s, vocab_size, has_channel=channel is not None)
+        self.address = address
         self.name = f"{model_id}@{address}"
         self.stats = ProposerStats()
         self.extended = extended
@@ -126,6 +149,7 @@ class RemoteProposer:
         self.model_id = model_id
         self.timeout_s = timeout_s
         self._streams_from_mono = 0.0
+        self._has_answered_extended = False
         self._vocab_size = vocab_size
         self._sender = Sender(f"draft-{model_id}")
         self._owns_channel = channel is None
@@ -133,9 +157,18 @@ class RemoteProposer:
         self._stub = rpc.ProposerServiceStub(self._channel)
         self._streams = DraftStreamServiceStub(self._channel)
 
-    def propose(self, prefix: Sequence[int], size: int) -> Draft:
-        """Draft at most `size` tokens. Raises RemoteProposerError, InvalidArgument."""
-        return self._ask(prefix, size, 1)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def propose(self, prefix: Sequence[int], size: int, num_steps: int = 1) -> Draft:
+        """Draft at most `size` tokens, of which a peer is asked for 1024 at a time.
+
+        Raises RemoteProposerError, InvalidArgument.
+        """
+        return self._ask(prefix, min(size, MAX_BLOCK_TOKENS), num_steps)
 
     def propose_block(
         self, committed: Sequence[int], block_size: int, num_steps: int = 1
@@ -143,7 +176,7 @@ class RemoteProposer:
         """Draft exactly `block_size` tokens, of which `num_valid` are meant."""
         draft = self._ask(committed, block_size, num_steps)
         return BlockProposal(
-            token_ids=draft.tokens + (PADDING_ID,) * (block_size - len(draft.tokens)),
+            tokens=draft.tokens + (PADDING_ID,) * (block_size - len(draft.tokens)),
             num_valid=len(draft.tokens),
             forward_passes=draft.forward_passes,
             diffusion_steps=draft.diffusion_steps,
@@ -180,7 +213,7 @@ class RemoteProposer:
         try:
             response = pending.result()
         except PeerProtocol as failure:
-            self._count_failure()
+            self._count_failure(failure.message)
             raise MalformedDraft(failure.message) from failure
         except (
             grpc.RpcError,
@@ -189,6 +222,11 @@ class RemoteProposer:
             ValueError,
         ) as failure:
             raise self._failed(failure) from failure
+        if self.extended and not response.HasField("num_valid"):
+            self._speak_plainly()
+            problem = f"{self.name} has not read the prefix: it lacks the extension"
+            self._count_failure(problem)
+            raise MalformedDraft(problem)
         return self._read(response, pending.block_size)
 
     def abandon(self, pending: Ended) -> None:
@@ -227,18 +265,47 @@ class RemoteProposer:
 
     def _ask(self, prefix: Sequence[int], size: int, num_steps: int) -> Draft:
         _check(prefix, size, num_steps)
-        request = self._request(prefix, size, num_steps)
         began = self.clock.mono()
         if not self.breaker.admit(began):
             raise self._refused(began)
         self.stats.calls += 1
         try:
-            response = self._stub.ProposeBlock(request, timeout=self.timeout_s)
+            response = self._call(prefix, size, num_steps)
         except grpc.RpcError as failure:
             raise self._failed(failure) from failure
         finally:
             self.stats.wait_s += self.clock.mono() - began
         return self._read(response, size)
+
+    def _call(self, prefix: Sequence[int], size: int, num_steps: int) -> pb.ProposeBlockResponse:
+        """Ask, and ask again in plain form where the node has not read an extended request."""
+        expires = self.clock.mono() + self.timeout_s
+        request = self._request(prefix, size, num_steps)
+        if not self.extended:
+            return self._stub.ProposeBlock(request, timeout=self.timeout_s)
+        try:
+            response = self._stub.ProposeBlock(request, timeout=self.timeout_s)
+        except grpc.RpcError as failure:
+            if self._has_answered_extended or _status(failure) not in _MISREADING:
+                raise
+        else:
+            if response.HasField("num_valid"):
+                self._has_answered_extended = True
+                return response
+        plain = request_to_wire(prefix, size, num_steps, self.model_id, extended=False)
+        left_s = max(expires - self.clock.mono(), 0.001)
+        response = self._stub.ProposeBlock(plain, timeout=left_s)
+        if not response.HasField("num_valid"):
+            self._speak_plainly()
+        return response
+
+    def _speak_plainly(self) -> None:
+        self.extended = False
+        event(
+            _log,
+            "a node does not know this build's extension of drafts; it is asked without",
+            source=self.name,
+        )
 
     def _request(
         self,
@@ -255,24 +322,22 @@ class RemoteProposer:
         try:
             draft = draft_from_wire(response, size, self.name, self._vocab_size)
         except PeerProtocol as failure:
-            self._count_failure()
+            self._count_failure(failure.message)
             raise MalformedDraft(failure.message) from failure
         self.breaker.succeeded()
-        self.stats.drafted += len(draft.tokens)
-        self.stats.abstained += not draft.tokens
-        self.stats.forward_passes += draft.forward_passes
-        self.stats.diffusion_steps += draft.diffusion_steps
+        self.stats.count(draft)
         return draft
 
     def _failed(self, failure: Exception) -> RemoteProposerError:
-        self._count_failure()
-        status = failure.code() if isinstance(failure, grpc.Call) else None
+        status = _status(failure)
         details = failure.details() if isinstance(failure, grpc.Call) else repr(failure)
         named = status.name if status is not None else "no status"
-        return RemoteProposerError(f"{self.name}: {named}: {details}", status=status)
+        problem = f"{self.name}: {named}: {details}"
+        self._count_failure(problem)
+        return RemoteProposerError(problem, status=status)
 
-    def _count_failure(self) -> None:
-        self.stats.failures += 1
+    def _count_failure(self, problem: str) -> None:
+        self.stats.count_failure(self.name, problem)
         self.breaker.failed(self.clock.mono())
 
     def _refused(self, now: float) -> RemoteProposerError:
@@ -289,3 +354,21 @@ def _check(prefix: Sequence[int], size: int, num_steps: int) -> None:
         raise InvalidArgument("the prefix is empty: there is nothing to continue")
     if size < 1 or num_steps < 1:
         raise InvalidArgument(f"block size {size}, num_steps {num_steps}: both must be at least 1")
+
+
+def _check_terms(
+    address: str, timeout_s: float, vocab_size: int | None, *, has_channel: bool
+) -> None:
+    try:
+        if not has_channel or not address:
+            peer_address(address)
+    except Illegal as problem:
+        raise InvalidArgument(f"the proposer's address: {problem}", param="address") from problem
+    if not timeout_s > 0:
+        raise InvalidArgument(f"timeout_s is {timeout_s}, it must be above 0", param="timeout_s")
+    if vocab_size is not None and vocab_size < 1:
+        raise InvalidArgument(f"vocab_size is {vocab_size}, it must be at least 1")
+
+
+def _status(failure: Exception) -> grpc.StatusCode | None:
+    return failure.code() if isinstance(failure, grpc.Call) else None

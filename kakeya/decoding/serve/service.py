@@ -23,7 +23,7 @@ from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import DeadlineExceeded, InvalidArgument, KakeyaError, NotFound, QueueFull
 from kakeya.core.log import event
 from kakeya.decoding.draft.convert import check_sizes, draft_to_wire, prefix_from_wire
-from kakeya.decoding.draft.proposer import Draft, Proposer
+from kakeya.decoding.draft.proposer import BlockProposer, Draft, Proposer, as_proposer
 from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
@@ -67,11 +67,16 @@ async def failures_end(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIter
 
 
 class ProposerService(rpc.ProposerServiceServicer):
-    """Serves named proposers; the first one is the default for model_id ""."""
+    """Serves named proposers; the first one is the default for model_id "".
+
+    Whatever has the original engine's propose_block serves too. Each of them drafts for one
+    caller at a time, and none has to be there from the start (both differ from the original).
+    Raises InvalidArgument for an object that does not draft and for an empty name.
+    """
 
     def __init__(
         self,
-        proposers: Mapping[str, Proposer | AsyncDrafter] | None = None,
+        proposers: Mapping[str, Proposer | BlockProposer | AsyncDrafter] | None = None,
         *,
         clock: Clock | None = None,
         queue_limit: int = QUEUE_LIMIT,
@@ -82,10 +87,13 @@ class ProposerService(rpc.ProposerServiceServicer):
         for model_id, proposer in (proposers or {}).items():
             self.serve(model_id, proposer)
 
-    def serve(self, model_id: str, proposer: Proposer | AsyncDrafter) -> None:
-        """Offer a proposer, or another one under the same name."""
+    def serve(self, model_id: str, proposer: Proposer | BlockProposer | AsyncDrafter) -> None:
+        """Offer a proposer, or another one under the same name. Raises InvalidArgument."""
+        if not model_id:
+            raise InvalidArgument('a proposer needs a name; "" asks for the first one that has one')
+        offered = proposer if isinstance(proposer, AsyncDrafter) else as_proposer(proposer)
         replaced = self._desks.get(model_id)
-        self._desks[model_id] = ProposerQueue(model_id, proposer, self._clock, self._queue_limit)
+        self._desks[model_id] = ProposerQueue(model_id, offered, self._clock, self._queue_limit)
         if replaced is not None:
             replaced.close()
 
@@ -181,10 +189,12 @@ class ProposerQueue:
             seed = request.seed if request.HasField("seed") else None
             draft = await proposer.draft(prefix, size, seed=seed, temperature=request.temperature)
         elif isinstance(proposer, NGramProposer) and proposer.unseen(prefix) <= INLINE_TOKENS:
-            draft = proposer.propose(prefix, size)
+            draft = proposer.propose(prefix, size, request.num_steps)
         else:
             loop = asyncio.get_running_loop()
-            self._job = loop.run_in_executor(self._thread, proposer.propose, prefix, size)
+            self._job = loop.run_in_executor(
+                self._thread, proposer.propose, prefix, size, request.num_steps
+            )
             self._job.add_done_callback(_retrieve)
             draft = await asyncio.shield(self._job)
         spent_us = int((self._clock.mono() - began) * 1e6)

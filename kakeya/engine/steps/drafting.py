@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kakeya.core.errors import ConfigError
+from kakeya.core.errors import ConfigError, InvalidArgument
 from kakeya.core.ids import NGRAM
 from kakeya.core.log import event
 from kakeya.decoding.control.controller import DraftController
@@ -136,7 +136,7 @@ class Drafting:
         for name, spec in list(self._remote.items()):
             try:
                 opened[name] = self._shared_books.open(spec, self._vocab_size, noise)
-            except ConfigError as problem:
+            except (ConfigError, InvalidArgument) as problem:
                 del self._remote[name]
                 self._tallies[name].failed += 1
                 event(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
@@ -138,9 +139,94 @@ def test_a_failing_proposer_is_counted():
     assert drafting.stats.forwards == 10
 
 
-def test_refuses_a_block_of_nothing():
-    with pytest.raises(InvalidArgument):
-        decoder(HashModel(), ToyProposer(lambda *_: ()), block_size=0)
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ({"block_size": 0}, "block_size is 0"),
+        ({"num_diffusion_steps": 0}, "num_diffusion_steps is 0"),
+        ({"context_tokens": 0}, "context_tokens is 0"),
+        ({"on_proposer_error": "plan"}, "'plain' or 'raise'"),
+    ],
+)
+def test_refuses_terms_with_which_no_draft_could_be_taken(terms, words):
+    with pytest.raises(InvalidArgument, match=words):
+        SpeculativeDecoder(
+            HashModel(), ToyProposer(lambda *_: ()), **{"context_tokens": 9, **terms}
+        )
+
+
+@pytest.mark.parametrize(
+    ("verifier", "proposer", "words"),
+    [
+        (HashModel(), object(), "object is no proposer"),
+        (HashModel(), NGramProposer, "is no proposer"),
+        (object(), NGramProposer(), "object is no verifier"),
+        (NGramProposer(), HashModel(), "the verifier comes first"),
+    ],
+)
+def test_objects_of_the_wrong_shape_are_refused_at_once(verifier, proposer, words):
+    with pytest.raises(InvalidArgument, match=words):
+        SpeculativeDecoder(verifier, proposer, context_tokens=9, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (toys.failing, "RuntimeError('out of order')"),
+        (toys.out_of_vocabulary, "toy drafted id 29, outside the vocabulary of 29 ids"),
+        (lambda _: ToyProposer(lambda prefix, size: ["a"]), "TypeError"),
+    ],
+)
+def test_the_first_failure_is_logged_once_and_stands_in_the_stats(make, words, caplog):
+    drafting = decoder(HashModel(), make(HashModel()))
+    assert list(drafting.generate(PROMPT, 12)) == HashModel().plain(PROMPT, 12)
+    assert drafting.stats.failures > 1
+    assert words in drafting.stats.first_failure
+    assert [record.message for record in caplog.records] == [
+        "a proposer failed; further failures are only counted"
+    ]
+
+
+def test_an_answer_that_is_no_draft_is_a_failure():
+    class Lists(ToyProposer):
+        def propose(self, prefix, size, num_steps=1):
+            return [1, 2]
+
+    drafting = decoder(HashModel(), Lists(lambda *_: ()))
+    assert list(drafting.generate(PROMPT, 12)) == HashModel().plain(PROMPT, 12)
+    assert drafting.stats.first_failure == "toy answered a list, it must be a Draft"
+
+
+@dataclass
+class Block:
+    tokens: list[int]
+    diffusion_steps: int
+    forward_passes: int
+    peak_activation_bytes: int
+
+
+class Diffusing:
+    """A proposer of the original engine."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def propose_block(self, committed_token_ids, block_size, num_steps):
+        self.asked.append((block_size, num_steps))
+        tokens = HashModel().plain(committed_token_ids, block_size)
+        return Block(tokens, num_steps, num_steps, 4096)
+
+
+def test_a_proposer_of_the_original_engine_drafts_in_its_steps():
+    proposer = Diffusing()
+    drafting = decoder(HashModel(), proposer, block_size=4, num_diffusion_steps=16)
+    assert list(drafting.generate(PROMPT, 20)) == HashModel().plain(PROMPT, 20)
+    assert drafting.stats.tau == 5.0
+    assert set(proposer.asked) == {(4, 16), (3, 16)} or set(proposer.asked) == {(4, 16)}
+    stats = drafting.proposer.stats
+    blocks = len(proposer.asked)
+    assert (stats.total_blocks, stats.total_diffusion_steps) == (blocks, 16 * blocks)
+    assert (stats.total_forward_passes, stats.peak_activation_bytes) == (16 * blocks, 4096)
 
 
 def test_no_id_outside_the_vocabulary_reaches_a_real_model():

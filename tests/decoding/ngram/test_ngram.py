@@ -198,14 +198,14 @@ def test_a_prefix_that_differs_early_gets_an_index_of_its_own():
 
 def test_propose_block_fills_up_with_the_fallback_id():
     proposal = NGramProposer(fallback_id=42).propose_block([1, 2, 3], 4, 1)
-    assert proposal.token_ids == (42, 42, 42, 42)
+    assert proposal.tokens == (42, 42, 42, 42)
     assert proposal.num_valid == 0
     assert (proposal.diffusion_steps, proposal.forward_passes) == (0, 1)
 
 
 def test_propose_block_copies_the_historical_continuation():
     proposal = NGramProposer().propose_block([5, 6, 7, 8, 5, 6], 3, 7)
-    assert proposal.token_ids == (7, 8, 5)
+    assert proposal.tokens == (7, 8, 5)
     assert proposal.num_valid == 3
 
 

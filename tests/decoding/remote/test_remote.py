@@ -60,10 +60,10 @@ def test_drafts_what_the_served_proposer_drafts(ngram_address, connect, extended
     local = NGramProposer()
     prefix = [1, 2, 3, 4, 1, 2]
     assert remote.propose(prefix, 6).tokens == local.propose(prefix, 6).tokens
-    assert remote.propose_block(prefix, 6, 2).token_ids == local.propose_block(prefix, 6).token_ids
+    assert remote.propose_block(prefix, 6, 2).tokens == local.propose_block(prefix, 6).tokens
     assert remote.stats.calls == 2
     assert remote.stats.drafted == 12
-    assert remote.stats.forward_passes == 2
+    assert remote.stats.total_forward_passes == remote.stats.total_blocks == 2
     assert remote.stats.wait_s > 0
 
 
@@ -72,7 +72,7 @@ def test_an_extended_peer_abstains_without_padding(ngram_address, connect):
     assert remote.propose([1, 2, 3], 4).tokens == ()
     assert remote.stats.abstained == 1
     assert remote.propose_block([1, 2, 3], 4).num_valid == 0
-    assert remote.propose_block([1, 2, 3], 4).token_ids == (0, 0, 0, 0)
+    assert remote.propose_block([1, 2, 3], 4).tokens == (0, 0, 0, 0)
 
 
 def test_one_channel_serves_all_calls(ngram_address):
@@ -94,6 +94,93 @@ def test_refuses_what_cannot_be_meant_before_it_calls(connect, prefix, size, ste
     with pytest.raises(InvalidArgument):
         remote.propose_block(prefix, size, steps)
     assert remote.stats.calls == 0
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"address": ""},
+        {"address": "nonsense"},
+        {"address": "mini:0"},
+        {"address": "mini:9", "timeout_s": 0},
+        {"address": "mini:9", "timeout_s": float("nan")},
+        {"address": "mini:9", "vocab_size": 0},
+    ],
+)
+def test_refuses_terms_on_which_no_peer_can_be_asked(terms):
+    with pytest.raises(InvalidArgument):
+        RemoteProposer(**terms)
+
+
+def test_its_context_ends_its_connection(ngram_address):
+    with RemoteProposer(ngram_address, model_id="ngram") as remote:
+        assert remote.propose([1, 2, 1], 2).tokens == (2, 1)
+        assert (remote.address, remote.model_id) == (ngram_address, "ngram")
+    with pytest.raises(ValueError, match="closed"):
+        remote.propose([1, 2, 1], 2)
+
+
+def test_the_steps_of_a_decoder_reach_a_remote_proposer(connect):
+    toy = oracle(HashModel())
+    with serving(ProposerService({"oracle": toy})) as address:
+        decoder = SpeculativeDecoder(
+            HashModel(), connect(address), context_tokens=999, num_diffusion_steps=16
+        )
+        assert list(decoder.generate(PROMPT, 20)) == HashModel().plain(PROMPT, 20)
+    assert set(toy.asked_steps) == {16}
+
+
+def test_a_model_that_is_not_served_is_logged_once_and_named(ngram_address, connect, caplog):
+    remote = connect(ngram_address, "gone")
+    decoder = SpeculativeDecoder(HashModel(), remote, context_tokens=999)
+    assert list(decoder.generate(PROMPT, 12)) == HashModel().plain(PROMPT, 12)
+    for stats in (remote.stats, decoder.stats):
+        assert "NOT_FOUND" in stats.first_failure
+        assert "this node serves ngram" in stats.first_failure
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        "a proposer failed; further failures are only counted"
+    ]
+
+
+class OldServicer(PlainServicer):
+    """Reads only the fields that it knows, and refuses an empty prefix as it likes."""
+
+    def __init__(self, answer, status: grpc.StatusCode | None) -> None:
+        super().__init__(answer)
+        self.status = status
+
+    def ProposeBlock(self, request, context):
+        if self.status is not None and not request.committed_token_ids:
+            context.abort(self.status, "committed must be non-empty")
+        return super().ProposeBlock(request, context)
+
+
+@pytest.mark.parametrize(
+    "status", [None, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNKNOWN]
+)
+def test_a_node_without_the_extension_is_noticed_and_asked_plainly(connect, status):
+    model = HashModel()
+    servicer = OldServicer(lambda prefix, size: model.plain(prefix or [0], size), status)
+    with plain_server(servicer) as address:
+        remote = connect(address, "plain", vocab_size=VOCAB)
+        for _ in range(3):
+            assert list(remote.propose(PROMPT, 4).tokens) == model.plain(PROMPT, 4)
+        assert not remote.extended
+        assert (remote.stats.calls, remote.stats.failures) == (3, 0)
+        assert sum(not seen.committed_token_ids for seen in servicer.seen) <= 1
+
+
+def test_a_draft_after_a_prefix_that_was_not_read_is_not_taken(connect):
+    with plain_server(PlainServicer(lambda prefix, size: [1] * size)) as address:
+        remote = connect(address, "plain")
+        for is_read in (False, True):
+            pending = remote.begin(PROMPT, 4)
+            assert pending.wait(5)
+            if is_read:
+                assert remote.finish(pending).tokens == (1, 1, 1, 1)
+            else:
+                with pytest.raises(PeerProtocol, match="lacks the extension"):
+                    remote.finish(pending)
 
 
 def test_a_model_that_was_unloaded_is_an_error_with_its_status(ngram_address, connect):

@@ -11,7 +11,7 @@ import pytest
 from kakeya.core.errors import InvalidArgument, PeerUnavailable
 from kakeya.core.units import pack_ids
 from kakeya.decoding.draft.convert import MAX_PREFIX_TOKENS
-from kakeya.decoding.draft.proposer import Draft, Proposer
+from kakeya.decoding.draft.proposer import BlockProposal, Draft, Proposer
 from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import AsyncDrafter, ProposerService
 from kakeya.v1 import distributed_pb2 as pb
@@ -155,6 +155,37 @@ async def test_an_unknown_model_is_not_found_and_the_served_ones_are_named(serve
     code, words = await status_of(stub.ProposeBlock(ask(model="\N{PILE OF POO}" * 10_000)))
     assert code is grpc.StatusCode.NOT_FOUND
     assert "one, two" in words
+
+
+async def test_the_steps_of_a_request_reach_the_proposer(serve):
+    toy = ToyProposer(lambda p, n: [1] * n)
+    stub = await serve(ProposerService({"toy": toy}))
+    await stub.ProposeBlock(ask(steps=16))
+    assert toy.asked_steps == [16]
+
+
+async def test_whatever_proposes_blocks_is_served(serve):
+    class Blocks:
+        def propose_block(self, committed_token_ids, block_size, num_steps):
+            return BlockProposal(
+                tokens=(7,) * block_size,
+                num_valid=block_size,
+                diffusion_steps=num_steps,
+                forward_passes=num_steps,
+                peak_activation_bytes=99,
+            )
+
+    stub = await serve(ProposerService({"blocks": Blocks()}))
+    response = await stub.ProposeBlock(ask(size=3, steps=5))
+    assert list(response.token_ids) == [7, 7, 7]
+    assert (response.diffusion_steps, response.forward_passes) == (5, 5)
+    assert response.peak_activation_bytes == 99
+
+
+@pytest.mark.parametrize(("name", "proposer"), [("toy", object()), ("", NGramProposer())])
+def test_objects_that_do_not_draft_and_empty_names_are_refused(name, proposer):
+    with pytest.raises(InvalidArgument):
+        ProposerService({name: proposer})
 
 
 async def test_a_node_without_proposers_says_so(serve):

@@ -46,13 +46,21 @@ def test_a_peer_that_turns_out_to_know_the_extensions_is_asked_in_that_way() -> 
     assert len(books) == 2
 
 
+def test_a_peer_with_an_address_that_is_none_costs_its_drafts_only() -> None:
+    spec = DraftSource(kind="remote", address="nonsense", model_id="draft", extended=True)
+    source = drafting(RemoteBooks(), spec)
+    assert not source.has_offer()
+    assert [tally.failed for tally in source.tallies()] == [1]
+    source.close()
+
+
 class Slow:
     """Counts on, after a while."""
 
     name = "draft"
     stats = ProposerStats()
 
-    def propose(self, prefix: Sequence[int], size: int) -> Draft:
+    def propose(self, prefix: Sequence[int], size: int, num_steps: int = 1) -> Draft:
         time.sleep(0.1)
         return Draft(
             source=self.name, tokens=tuple((prefix[-1] + 1 + n) % 100 for n in range(size))
