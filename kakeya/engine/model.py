@@ -22,7 +22,8 @@ CHUNK_LIMIT_S = 0.15
 KEPT_BUFFER_BYTES = 256 << 20
 """Bytes of buffers that no array uses, where no other bound is set."""
 PART_S = 0.02
-"""A forward over prompts is computed in parts of about so long, and others go on between."""
+"""Beside others a forward over prompts is computed in parts of about so long. Each part waits for
+the device once."""
 LEAST_CHUNK_TOKENS = 16
 """Below this a forward costs about the same, however few its rows are."""
 
@@ -45,9 +46,9 @@ class LoadedFacts(ModelFacts):
     shares_pieces_from: int = 0
     """The least tokens of a piece that may share a forward with those of others; 0 = none may."""
 
-    def parts_of(self, seconds: float) -> int:
-        """The parts of a forward that takes so long; 0 = unknown."""
-        wanted = round(seconds / PART_S) if seconds > 0 else self.prefill_parts
+    def parts_of(self, seconds: float, part_s: float = PART_S) -> int:
+        """The parts of a forward that takes so long, each of about `part_s`; 0 = unknown."""
+        wanted = round(seconds / part_s) if seconds > 0 else self.prefill_parts
         return max(1, min(self.prefill_parts, wanted))
 
     def kv_bytes(self, tokens: int) -> int:

@@ -51,9 +51,11 @@ class Pace:
         """Seconds until one of so many taken places falls vacant; 0 = unknown."""
         return self._stay_s / places if self._ends >= _ENDS_KNOWN else 0.0
 
-    def computed(self, expected_s: float, seconds: float) -> None:
+    def computed(self, tokens: int, expected_s: float, seconds: float) -> None:
         """Learn the time that a forward over prompts took, by that which was expected of it."""
-        if expected_s > 0 and seconds > 0:
+        if self._token_s == 0:
+            self._token_s = seconds / tokens  # the probe waits for a machine that is idle
+        elif expected_s > 0 and seconds > 0:
             surprise = min(max(seconds / expected_s, 1 / _SURPRISE), _SURPRISE)
             self._factor *= 1 + _WEIGHT * (surprise - 1)
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from kakeya.core.log import event
-from kakeya.engine.model import LEAST_CHUNK_TOKENS, Model
+from kakeya.engine.model import CHUNK_LIMIT_S, LEAST_CHUNK_TOKENS, PART_S, Model
 from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import ROUND_S, SPECULATIVE, is_chunk_due
 from kakeya.engine.queue.queue import EngineQueue
@@ -39,6 +39,7 @@ class Prefilling:
         "_chunks_in_round",
         "_ended_s",
         "_held_back",
+        "_is_beside",
         "_model",
         "_pace",
         "_queue",
@@ -62,7 +63,7 @@ class Prefilling:
         self._queue = queue
         self._pace = pace
         self._timer = timer
-        self._shares = True
+        self._shares, self._is_beside = True, False
         self._chunks_in_round = self._held_back = 0
         self._began_s = 0.0
         # When the last part was done; None = the time from there to the next one tells nothing.
@@ -89,7 +90,7 @@ class Prefilling:
 
     def due(self, running: Collection[QueueRow]) -> QueueRow | None:
         """The row that gets a part before the next round; None = none does."""
-        is_beside = len(self.rows) < len(running)
+        self._is_beside = is_beside = len(self.rows) < len(running)
         row = self._queue.next_chunk(self.rows, self.chunks, self._timer(), others_decode=is_beside)
         if row is None or not is_beside:
             return row
@@ -122,7 +123,7 @@ class Prefilling:
         work.took_s += self._timer() - self._began_s
         if not is_done:
             return []
-        self._pace.computed(work.expected_s, work.took_s)
+        self._pace.computed(sum(map(_tokens, work.rows)), work.expected_s, work.took_s)
         for one in work.rows:
             one.work = one.piece = None
         return work.rows
@@ -174,7 +175,9 @@ class Prefilling:
             self._pace.prefill_s(state.length, state.length + len(piece)) for state, piece in due
         )
         states, pieces = [state for state, _ in due], [piece for _, piece in due]
-        parts = self._model.facts.parts_of(expected_s)
+        # While none decodes, only a cancellation waits.
+        part_s = PART_S if self._is_beside else CHUNK_LIMIT_S
+        parts = self._model.facts.parts_of(expected_s, part_s)
         # Before the forward is begun: where that fails, all of them are concerned.
         work = PieceWork(rows=rows, expected_s=expected_s)
         for one in rows:

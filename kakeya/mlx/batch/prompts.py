@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from itertools import starmap
 from typing import Any
 
@@ -62,7 +63,7 @@ class LayeredForward:
         parts = max(1, min(parts, count))
         self._ends = [count * (part + 1) // parts for part in range(parts)]
         self._done = 0
-        with lazily():
+        with lazily() if parts > 1 else nullcontext():
             self._build(model, states, pieces)
         for (_, twins), piece in zip(self._layers, pieces, strict=True):
             if len(piece) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kakeya.core.units import KV_BLOCK_TOKENS
-from kakeya.engine.model import PART_S
+from kakeya.engine.model import CHUNK_LIMIT_S, PART_S
 from kakeya.engine.queue.policy import ROUND_S
 from kakeya.engine.steps.prefilling import MOST_TOKENS
 from tests.engine.virtual_rig import STEP_S, TOKEN_S, HashForward, VirtualRig, expected
@@ -50,12 +50,23 @@ def test_a_prompt_gets_half_of_the_time_where_steps_are_long() -> None:
     assert long.at_s[0] - 0.5 <= 2.5 * 1500 * TOKEN_S
 
 
+def test_streams_go_on_though_the_speed_of_prompts_was_not_measured() -> None:
+    rig = large(prefill_tokens_per_second=0.0)
+    first = rig.submit(token_ids=prompt(300), max_tokens=2)
+    rig.run()
+    stream = rig.submit(token_ids=prompt(5), max_tokens=400)
+    rig.submit(rig.now_s + 0.2, token_ids=prompt(2000), max_tokens=2)
+    rig.run()
+    assert first.done is not None
+    assert max(stream.gaps_s) <= ROUND_S + STEP_S + 1e-9
+
+
 def test_a_prompt_that_is_cancelled_ends_within_a_part_and_its_kv_is_kept() -> None:
     rig = large()
     long = rig.submit(token_ids=prompt(1000), max_tokens=2, kv_key="k")
-    rig.cancel(0.4, long)
+    rig.cancel(0.3, long)
     rig.run()
-    assert rig.now_s <= 0.4 + 2 * PART_S
+    assert rig.now_s <= 0.3 + CHUNK_LIMIT_S
     assert rig.slots.kept_tokens("k") == PIECE
     again = rig.submit(token_ids=prompt(1000), max_tokens=2, kv_key="k")
     rig.run()
@@ -68,7 +79,7 @@ def test_a_prompt_that_is_parked_within_a_piece_computes_that_piece_anew() -> No
     batch = rig.submit(token_ids=prompt(1000), max_tokens=20, priority=2)
     urgent = rig.submit(0.4, token_ids=prompt(100, 9), max_tokens=5, priority=0)
     rig.run()
-    assert urgent.at_s[0] <= 0.4 + 2 * PART_S + 100 * TOKEN_S + 2 * STEP_S
+    assert urgent.at_s[0] <= 0.4 + CHUNK_LIMIT_S + 100 * TOKEN_S + 2 * STEP_S
     assert urgent.tokens == expected(urgent.job.token_ids, 5)
     assert batch.tokens == expected(batch.job.token_ids, 20)
     assert rig.model.prefilled == 999 + 99
@@ -119,7 +130,7 @@ def test_a_less_urgent_prompt_takes_no_part_in_a_more_urgent_one_s_forward() -> 
 def test_one_that_leaves_a_shared_forward_holds_nobody_up() -> None:
     rig = sharing()
     told = [rig.submit(token_ids=prompt(60, at), max_tokens=3, kv_key=str(at)) for at in range(4)]
-    rig.cancel(0.03, told[1])
+    rig.cancel(0.01, told[1])
     rig.run()
     assert rig.model.shared == [4]
     assert rig.slots.kept_tokens("1") == 0
