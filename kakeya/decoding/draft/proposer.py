@@ -93,13 +93,13 @@ class ProposerStats:
         self.failures += 1
         if not self.first_failure:
             self.first_failure = problem
-            event(
-                _log,
-                "a proposer failed; further failures are only counted",
-                level=logging.WARNING,
-                source=source,
-                problem=problem,
-            )
+            log_first_failure(source, problem)
+
+
+def log_first_failure(source: str, problem: str) -> None:
+    """Log it with its reason in the line itself, since a program has a log format of its own."""
+    message = f"the proposer {source} failed: {problem}; further failures are only counted"
+    event(_log, message, level=logging.WARNING)
 
 
 @runtime_checkable

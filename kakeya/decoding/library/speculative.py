@@ -7,7 +7,6 @@ tokens of plain decoding whatever the proposer says.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -17,14 +16,18 @@ import grpc
 
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import InvalidArgument, KakeyaError
-from kakeya.core.log import event
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.control.shadow import ShadowScorer
 from kakeya.decoding.draft.decoder import Decoding
-from kakeya.decoding.draft.proposer import BlockProposer, Draft, Proposer, as_proposer
+from kakeya.decoding.draft.proposer import (
+    BlockProposer,
+    Draft,
+    Proposer,
+    as_proposer,
+    log_first_failure,
+)
 from kakeya.decoding.remote.remote import PROPOSAL_TIMEOUT_S, RemoteProposer
 
-_log = logging.getLogger(__name__)
 BLOCK_SIZE = 8
 
 
@@ -243,13 +246,7 @@ class SpeculativeDecoder:
             return
         self.stats.first_failure = problem
         if not self.proposer.stats.first_failure:  # then the proposer has logged it
-            event(
-                _log,
-                "a proposer failed; further failures are only counted",
-                level=logging.WARNING,
-                source=self.proposer.name,
-                problem=problem,
-            )
+            log_first_failure(self.proposer.name, problem)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         known = _known(prompt, self._vocab_size)

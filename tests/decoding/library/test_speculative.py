@@ -182,8 +182,9 @@ def test_the_first_failure_is_logged_once_and_stands_in_the_stats(make, words, c
     assert list(drafting.generate(PROMPT, 12)) == HashModel().plain(PROMPT, 12)
     assert drafting.stats.failures > 1
     assert words in drafting.stats.first_failure
+    problem = drafting.stats.first_failure
     assert [record.message for record in caplog.records] == [
-        "a proposer failed; further failures are only counted"
+        f"the proposer toy failed: {problem}; further failures are only counted"
     ]
 
 
