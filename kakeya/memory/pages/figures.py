@@ -60,6 +60,6 @@ def page_figures(arena: ArenaSnapshot) -> Iterator[Figure]:
     )
     yield histogram(
         "kakeya_page_allocation_latency_seconds",
-        "Time to allocate a block, eviction included",
+        "Time to prepare and commit a block, eviction included",
         arena.latency,
     )

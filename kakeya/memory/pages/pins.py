@@ -49,7 +49,7 @@ class Block:
         self.tenant: Allocator | None = None  # None: free
         self.preparing: PinHolder | None = None  # fills it; no other holder sees it yet
         self.dirty = False  # waits to be stored elsewhere, and goes last until it is
-        self.used_s = 0.0  # when it was allocated, or last touched
+        self.used_s = 0.0  # when it was allocated, or its last hold ended
         self.holds: tuple[Hold, ...] = ()
 
     @property
@@ -75,7 +75,7 @@ class Block:
         return sum(hold.pins for hold in self.holds)
 
     def last_used_s(self) -> float:
-        """The time of its last allocation, touch, pin or unpin."""
+        """The time of its last allocation, pin or unpin."""
         if not self.holds:
             return self.used_s
         return max(self.used_s, max(hold.used_s for hold in self.holds))

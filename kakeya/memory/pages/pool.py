@@ -216,10 +216,6 @@ class PagePool:
 
     # --- reports of tenants
 
-    def touch(self, block: Block) -> None:
-        """Note that a block is in use now."""
-        block.used_s = self.now.s
-
     def move(self, block: Block, tenant: PageOwner) -> None:
         """Give a block to another tenant, as when an adapter cools. Raises PageFreed."""
         if block.tenant is None:

@@ -48,16 +48,23 @@ class PageQueue:
 
         Raises OutOfPages when the time is up, PageFreed when the holder ended meanwhile.
         """
+        refusal = OutOfPages(f"{len(self._queue)} waited for pages before")
+        if not self._queue:
+            try:
+                return self._arena.prepare(tenant, length, holder)
+            except OutOfPages as problem:
+                refusal = problem
         limit_s = self._arena.config.wait_limit_s if wait_s is None else wait_s
         waiter = _Waiter(
             tenant=tenant,
             length=length,
             holder=holder,
             served=asyncio.get_running_loop().create_future(),
-            refusal=OutOfPages(f"{len(self._queue)} waited for pages before"),
+            refusal=refusal,
         )
         self._queue.append(waiter)
-        self.serve()
+        if self._queue[0] is not waiter:
+            self.serve()
         try:
             await self._served(waiter, limit_s)
         except asyncio.CancelledError:

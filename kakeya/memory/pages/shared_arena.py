@@ -6,8 +6,8 @@ block is committed, cleared before its pages can be used again.
 
     filling = arena.prepare(tenant, length, holder)   # neither seen nor evicted
     filling.view[:] = ...                             # or an engine writes to `filling.ref`
-    ref = filling.commit()                            # all processes see it, whole; or `rollback`
-    hold = arena.hold(ref, engine)                    # opened by its reference
+    filling.commit()                                  # all processes see it, whole; or `rollback`
+    hold = arena.hold(filling.ref, engine)            # opened by its reference
     with hold: ...                                    # and pinned
 
 The arena grows and shrinks by whole slabs when the ledger says so; it never does of its own.
@@ -50,27 +50,36 @@ class ArenaSnapshot:
     holds_stale: int  # of them for a block that had gone
     overdue_pins: int  # should have ended with their scope
     rolled_back: int  # blocks, by the end of the holder that filled them
-    latency: Durations  # of allocations
+    latency: Durations  # of blocks that were committed: to prepare and to commit, without filling
 
 
 class Filling:
     """A block that is being written; as a context manager it rolls back unless committed."""
 
-    __slots__ = ("_arena", "_is_ended", "block", "ref", "view")
+    __slots__ = ("_arena", "_first", "_is_ended", "_slab", "block", "length", "prepared_s", "view")
 
-    def __init__(self, arena: PageArena, block: Block, ref: PageRef, view: memoryview) -> None:
+    def __init__(
+        self, arena: PageArena, block: Block, slab: MappedSlab, first: int, length: int
+    ) -> None:
         self.block = block
-        self.ref = ref
-        self.view = view
+        self.length = length
+        self.view = slab.bytes_of(first, length)
+        self.prepared_s = 0.0  # the time that preparing took
         self._arena = arena
+        self._slab = slab
+        self._first = first
         self._is_ended = False
 
-    def commit(self) -> PageRef:
+    @property
+    def ref(self) -> PageRef:
+        """The reference of the block for other processes."""
+        return _ref(self.block, self._slab, self._first, self.length)
+
+    def commit(self) -> None:
         """Show the block to all processes, whole. Raises PageFreed when its holder has ended."""
         self._is_ended = True
         self.view.release()
-        self._arena.commit(self.block)
-        return self.ref
+        self._arena.commit(self.block, self.prepared_s)
 
     def rollback(self) -> None:
         """Give its pages back; harmless after a rollback."""
@@ -178,19 +187,24 @@ class PageArena:
 
     def prepare(self, tenant: PageOwner, length: int, holder: PinHolder) -> Filling:
         """Allocate `length` bytes for `holder` to fill. Raises OutOfPages, PageFreed."""
+        started = self._timer()
         most = self.config.slab_pages * self.config.page_bytes
         if not 0 < length <= most:
             raise InvalidArgument(f"{length} bytes are asked; a block has 1..{most}")
-        started = self._timer()
         block = self.pool.prepare(tenant, -(-length // self.config.page_bytes), holder)
-        self._latency.add(self._timer() - started)
-        return Filling(self, block, self.ref(block, length), self.view(block, length))
+        slab, first = self._at(block)
+        filling = Filling(self, block, slab, first, length)
+        filling.prepared_s = self._timer() - started
+        return filling
 
-    def commit(self, block: Block) -> None:
-        """Let other processes see a prepared block. Raises PageFreed, Conflict."""
+    def commit(self, block: Block, prepared_s: float = 0.0) -> None:
+        """Let other processes see a block, which took `prepared_s` to prepare. Raises PageFreed,
+        Conflict."""
+        started = self._timer()
         self.pool.commit(block)
         slab, first = self._at(block)
         slab.publish(first, block.stamp)
+        self._latency.add(prepared_s + self._timer() - started)
 
     def hold(self, ref: PageRef, holder: PinHolder) -> Hold:
         """Open the block of a reference. Raises PageFreed when it has gone."""
@@ -212,16 +226,7 @@ class PageArena:
         """The reference of a block for other processes. Raises PageFreed."""
         if not block.is_live:
             raise PageFreed(f"{block} was freed")
-        slab, first = self._at(block)
-        return PageRef(
-            slab=slab.name,
-            slab_pages=slab.pages,
-            page_bytes=slab.page_bytes,
-            first=first,
-            pages=block.pages,
-            length=block.pages * slab.page_bytes if length is None else length,
-            stamp=block.stamp,
-        )
+        return _ref(block, *self._at(block), length)
 
     def view(self, block: Block, length: int | None = None) -> memoryview:
         """View the bytes of a block; writable. Keep it pinned while the view is in use."""
@@ -306,6 +311,18 @@ class PageArena:
             slab.retract(first)
         if evicted and self._evicted is not None:
             self._evicted(block)
+
+
+def _ref(block: Block, slab: MappedSlab, first: int, length: int | None) -> PageRef:
+    return PageRef(
+        slab=slab.name,
+        slab_pages=slab.pages,
+        page_bytes=slab.page_bytes,
+        first=first,
+        pages=block.pages,
+        length=block.pages * slab.page_bytes if length is None else length,
+        stamp=block.stamp,
+    )
 
 
 def layout(lengths: Sequence[int], alignment: int) -> tuple[tuple[int, ...], int]:

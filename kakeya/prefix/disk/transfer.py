@@ -343,7 +343,7 @@ class PrefixDisk:
                 fillings.append(filling)
             began_mono = self._clock.mono()
             read = await self._read(loading.naming, group, fillings)
-            self._measure(sum(filling.ref.length for filling in fillings), began_mono)
+            self._measure(sum(filling.length for filling in fillings), began_mono)
             count = 0
             for node, block, is_read in zip(group, blocks, read, strict=False):
                 if not is_read or not self._commit(loading, path, node, block, fillings.pop(0)):

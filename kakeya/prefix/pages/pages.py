@@ -183,7 +183,7 @@ class PrefixPages:
 
     def give_back(self, filling: Filling) -> None:
         """Give back pages that were not filled."""
-        self._filling_bytes -= self.arena.paged_bytes(filling.ref.length)
+        self._filling_bytes -= self.arena.paged_bytes(filling.length)
         filling.rollback()
         self._counts.rolled_back += 1
 
@@ -196,7 +196,7 @@ class PrefixPages:
         facts: BlockFacts,
     ) -> bool:
         """Let all use a filled block, `ids[index]`; False = it was not needed, or cannot be."""
-        length = filling.ref.length
+        length = filling.length
         node = shelf.tree.node(ids[index])
         if node is not None and node.in_ram_serves(facts):  # another request was first
             self.give_back(filling)

@@ -63,7 +63,7 @@ class PageSink:
 
     def commit(self, index: int, filling: Filling, tail_tokens: int = 0) -> bool:
         """Let all use a block; False = another request was first, or those before it went."""
-        naming, size = self._naming, filling.ref.length
+        naming, size = self._naming, filling.length
         tokens, ids = self._pieces[index].tokens, self.ids
         if tail_tokens:
             tokens = tokens[:tail_tokens]

@@ -48,7 +48,8 @@ class Pages:
         packed = PACKED[name, base]
         with self.arena.prepare(self.tenant, len(packed), self.agent) as filling:
             filling.view[:] = packed
-            return filling.commit(), filling.block
+            filling.commit()
+            return filling.ref, filling.block
 
 
 @pytest.fixture

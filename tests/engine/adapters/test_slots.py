@@ -289,7 +289,8 @@ class Lying:
         tenant = self.arena.pool.tenant(ContentType.LORA_WEIGHT, "adapters")
         with self.arena.prepare(tenant, len(packed), holder) as filling:
             filling.view[:] = packed
-            ref = filling.commit()
+            filling.commit()
+            ref = filling.ref
         self.arena.close_holder(holder)
         return ref, filling.block
 

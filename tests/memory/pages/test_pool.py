@@ -263,7 +263,8 @@ def test_the_block_used_longest_ago_goes_first() -> None:
     engine = pool.holder("engine")
     blocks = fill(pool, kv(pool))
     pool.at(pool.now.s + 1)
-    pool.touch(blocks[0])
+    with engine.hold(blocks[0]):
+        pass
     pool.at(pool.now.s + 1)
     with engine.hold(blocks[1]):
         pass
@@ -303,7 +304,7 @@ def test_of_two_slabs_the_range_comes_from_the_one_that_is_worth_less() -> None:
         blocks = fill(pool, kv(pool))
         pool.at(pool.now.s + 50)
         for block in blocks[16 * (1 - old) :][:16]:
-            pool.touch(block)
+            block.used_s = pool.now.s
         assert kv(pool).range(16).first == 16 * old
 
 
@@ -338,8 +339,8 @@ def test_an_adapter_that_cools_goes_earlier() -> None:
     cold = pool.tenant(ContentType.LORA_WEIGHT, "adapters", ContentPriority.LORA_COLD)
     first, second = warm.page(), warm.page()
     pool.at(pool.now.s + 60)
-    pool.touch(second)
-    pool.touch(first)
+    second.used_s = pool.now.s
+    first.used_s = pool.now.s
     pool.move(second, cold)
     assert pool.evict_one() is second
     pool.free(first)
@@ -384,7 +385,7 @@ def test_a_range_takes_many_clean_blocks_before_one_dirty_one() -> None:
     pool.mark_dirty(blocks[3])
     pool.at(pool.now.s + 60)
     for block in blocks[4:]:
-        pool.touch(block)
+        block.used_s = pool.now.s
     kv(pool).range(12)
     assert [block for block in blocks if block.is_live] == blocks[:4]
 
@@ -447,7 +448,7 @@ def test_the_slab_that_is_worth_least_goes_first() -> None:
     blocks = fill(pool, kv(pool))
     pool.at(pool.now.s + 50)
     for block in blocks[:32]:
-        pool.touch(block)
+        block.used_s = pool.now.s
     assert pool.plan_shrink(1).slabs == (2,)
 
 

@@ -89,7 +89,8 @@ class Fleet:
         length = self.rng.randint(1, 3 * PAGE)
         with self.arena.prepare(self.kv, length, self.agent) as filling:
             filling.view[:] = bytes([byte]) * length
-            return filling.commit()
+            filling.commit()
+            return filling.ref
 
     def churn(self, done: Callable[[], bool]) -> None:
         """Fill and evict, telling everybody of each block, until `done` or the deadline."""
@@ -180,7 +181,8 @@ def test_what_an_engine_computed_outlives_it(fleet: Fleet) -> None:
     filling = fleet.arena.prepare(fleet.kv, PAGE, writer.holder)
     writer.tell("fill", filling.ref, 77)
     assert writer.answer() == {"filled": 77}
-    ref = filling.commit()
+    filling.commit()
+    ref = filling.ref
     writer.kill()
     assert fleet.arena.close_holder(writer.holder) == 0
     assert bytes(fleet.arena.view(filling.block)) == bytes([77]) * PAGE
