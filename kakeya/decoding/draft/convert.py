@@ -15,6 +15,8 @@ from kakeya.v1 import distributed_pb2 as pb
 
 MAX_PREFIX_TOKENS = 128 * 1024
 MAX_BLOCK_TOKENS = 1024
+MAX_STEPS = 1024
+"""Each step may be a forward of a draft model: a peer must not keep one busy for hours."""
 PADDING_ID = 0
 WORD = (1 << 64) - 1
 """The bits of a seed that travel on the wire."""
@@ -78,8 +80,10 @@ def check_sizes(request: pb.ProposeBlockRequest) -> None:
             f"block_size is {request.block_size}, it must be 1 to {MAX_BLOCK_TOKENS}",
             param="block_size",
         )
-    if request.num_steps < 1:
-        raise InvalidArgument("num_steps is 0, it must be at least 1", param="num_steps")
+    if not 1 <= request.num_steps <= MAX_STEPS:
+        raise InvalidArgument(
+            f"num_steps is {request.num_steps}, it must be 1 to {MAX_STEPS}", param="num_steps"
+        )
 
 
 def draft_to_wire(draft: Draft, request: pb.ProposeBlockRequest) -> pb.ProposeBlockResponse:

@@ -215,10 +215,19 @@ async def test_proposers_come_and_go_at_run_time(serve):
         ask(size=0),
         ask(size=1025),
         ask(steps=0),
+        ask(steps=1025),
         ask([], committed_token_ids_le32=b"123"),
         ask([], committed_token_ids_le32=bytes(4 * (MAX_PREFIX_TOKENS + 1))),
     ],
-    ids=["empty prefix", "no block", "large block", "no steps", "torn ids", "long prefix"],
+    ids=[
+        "empty prefix",
+        "no block",
+        "large block",
+        "no steps",
+        "endless steps",
+        "torn ids",
+        "long prefix",
+    ],
 )
 async def test_refuses_what_cannot_be_meant(serve, request_):
     stub = await serve(ProposerService({"ngram": NGramProposer()}))
