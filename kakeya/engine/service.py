@@ -143,7 +143,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return stats_to_wire(await self._on_model_thread(self._stats))
 
     async def SetLimits(self, request: pb.SetLimitsRequest, context: _Context) -> pb.Footprint:
-        """Bound memory, spare buffers and KV; 0 = unchanged."""
+        """Bound memory, spare buffers, KV and sequences; 0 = unchanged."""
         return await self._footprint(context, lambda: self._set_limits(request))
 
     async def Shrink(self, request: pb.ShrinkRequest, context: _Context) -> pb.Footprint:
@@ -202,6 +202,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _set_limits(self, request: pb.SetLimitsRequest) -> Footprint:
         limits = self._limits
+        if request.max_running:
+            self._scheduler.limit_running(request.max_running)
         limits.room.most_bytes = request.kv_most_bytes or limits.room.most_bytes
         try:
             return limits.set(request.memory_bytes, request.cache_bytes, request.kv_bytes)

@@ -1054,6 +1054,7 @@ class SetLimitsRequest(_message.Message):
     KV_MOST_BYTES_FIELD_NUMBER: _builtins.int
     ANSWERS_WANT_FIELD_NUMBER: _builtins.int
     KV_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_RUNNING_FIELD_NUMBER: _builtins.int
     memory_bytes: _builtins.int
     """0 = unchanged."""
     cache_bytes: _builtins.int
@@ -1063,6 +1064,8 @@ class SetLimitsRequest(_message.Message):
     answers_want: _builtins.bool
     """These bounds answer a want; they could be raised by kv_free_bytes now."""
     kv_free_bytes: _builtins.int
+    max_running: _builtins.int
+    """The most sequences at the same time, at most as many as at the start."""
     def __init__(
         self,
         *,
@@ -1072,10 +1075,11 @@ class SetLimitsRequest(_message.Message):
         kv_most_bytes: _builtins.int = ...,
         answers_want: _builtins.bool = ...,
         kv_free_bytes: _builtins.int = ...,
+        max_running: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_want", b"answers_want", "cache_bytes", b"cache_bytes", "kv_bytes", b"kv_bytes", "kv_free_bytes", b"kv_free_bytes", "kv_most_bytes", b"kv_most_bytes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers_want", b"answers_want", "cache_bytes", b"cache_bytes", "kv_bytes", b"kv_bytes", "kv_free_bytes", b"kv_free_bytes", "kv_most_bytes", b"kv_most_bytes", "max_running", b"max_running", "memory_bytes", b"memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -132,6 +132,20 @@ def test_an_urgent_one_parks_a_less_urgent_one_which_loses_nothing(at_s: float) 
     assert batch.done.usage.forwards == 200
 
 
+def test_a_limit_of_sequences_holds_for_later_ones_and_never_exceeds_that_of_the_start() -> None:
+    rig = VirtualRig(places=4)
+    rig.scheduler.limit_running(1)
+    first = rig.submit(token_ids=prompt(100), max_tokens=400)
+    second = rig.submit(0.2, token_ids=prompt(100, 9), max_tokens=4)
+    rig.run()
+    assert first.at_s[-1] < second.at_s[0], "one at a time"
+    rig.scheduler.limit_running(64)
+    many = [rig.submit(token_ids=prompt(9, at), max_tokens=90) for at in range(5)]
+    rig.run()
+    assert sorted(one.at_s[0] for one in many)[4] > min(one.at_s[-1] for one in many)
+    assert sorted(one.at_s[0] for one in many)[3] < min(one.at_s[-1] for one in many)
+
+
 def test_equals_do_not_park_each_other() -> None:
     rig = VirtualRig(places=1)
     first = rig.submit(token_ids=prompt(100), max_tokens=400)

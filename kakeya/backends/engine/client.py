@@ -58,16 +58,18 @@ CLOSE_GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemoryLimits:
-    """The memory bounds of an engine, in bytes; 0 = unchanged.
+    """The bounds of an engine that keep its memory small, in bytes; 0 = unchanged.
 
     `memory_bytes` bounds the process, `cache_bytes` buffers that no array uses, `kv_bytes` the KV
-    of running and kept sequences together, which may be raised to `kv_most_bytes`.
+    of running and kept sequences together, which may be raised to `kv_most_bytes`. `max_running`
+    bounds the number of sequences at the same time.
     """
 
     memory_bytes: int = 0
     cache_bytes: int = 0
     kv_bytes: int = 0
     kv_most_bytes: int = 0
+    max_running: int = 0
 
     def merged(self, newer: EngineMemoryLimits) -> EngineMemoryLimits:
         """Return `newer`, with these values where `newer` has 0."""
@@ -76,6 +78,7 @@ class EngineMemoryLimits:
             cache_bytes=newer.cache_bytes or self.cache_bytes,
             kv_bytes=newer.kv_bytes or self.kv_bytes,
             kv_most_bytes=newer.kv_most_bytes or self.kv_most_bytes,
+            max_running=newer.max_running or self.max_running,
         )
 
 
@@ -225,6 +228,7 @@ class EngineClient:
             kv_most_bytes=limits.kv_most_bytes,
             answers_want=free_bytes is not None,
             kv_free_bytes=free_bytes or 0,
+            max_running=limits.max_running,
         )
         with self._told():
             return footprint_from_wire(await self._stub.SetLimits(request, timeout=timeout_s))

@@ -9,7 +9,9 @@ that does, and the child is killed: so every fault becomes an exit, which is han
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +41,9 @@ from kakeya.wire.channels import Keepalive
 _log = logging.getLogger(__name__)
 LOG_EVERY_S = 10.0
 """The log says so often how far a load is, beside the beginning of each phase."""
+CARE_S = 300.0
+"""For so long after a child was killed, by this node or by the system, later ones run one sequence
+at a time: what ran together may have been too much."""
 EXIT_NOTICE_S = 0.25
 """How long to wait for an exit: a killed child breaks its streams a moment before."""
 
@@ -153,6 +158,7 @@ class EngineLife:
         self._changed = asyncio.Event()
         self._deaths: tuple[float, ...] = ()
         self._next_start_mono = 0.0
+        self._careful_until_mono = 0.0
         self._process: EngineProcess | None = None
         self._is_asked_to_end = False
         self.limits = EngineMemoryLimits()
@@ -206,6 +212,11 @@ class EngineLife:
             return False
         engine.process.kill(f"answered neither a decode nor a probe ({error.message})")
         return True
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether the process of the engine answers; True while none serves."""
+        engine = self.engine
+        return engine is None or await engine.client.answers(timeout_s)
 
     def end(self, cause: str) -> None:
         """End the child in order and start another one at once; this does not count as a death.
@@ -295,6 +306,9 @@ class EngineLife:
             self._next_start_mono = now
             self._move(ModelState.RESTARTING, f"it ended by {ended.describe()}")
             return RestartIn(delay_s=0.0, reason=ended.describe())
+        if ended.returncode == -signal.SIGKILL:
+            self._careful_until_mono = now + CARE_S
+            self.limits = self.limits.merged(EngineMemoryLimits(max_running=1))
         plan = self.options.restart.after_exit(now, ended, self._deaths)
         self._deaths = (*self.options.restart.recent(now, self._deaths), now)
         match plan:
@@ -354,8 +368,19 @@ class EngineLife:
             else:
                 missed, wrong = 0, ""
                 self._learn(seen[0])
+                await self._end_care(client)
             missed += bool(wrong)
         return wrong
+
+    async def _end_care(self, client: EngineClient) -> None:
+        """Let an engine run as many sequences as configured again when its time of care is over."""
+        usual = self.options.max_running
+        if self.limits.max_running in (0, usual) or self._clock.mono() < self._careful_until_mono:
+            return
+        again = EngineMemoryLimits(max_running=usual)
+        with contextlib.suppress(KakeyaError):  # busy: the next probe tries again
+            await client.set_limits(again, self.options.call_timeout_s)
+            self.limits = self.limits.merged(again)
 
     def _learn(self, facts: ModelFacts) -> None:
         """Take facts that an engine found out while it was idle: its speeds."""

@@ -66,7 +66,7 @@ class Scheduler:
         self._room = self.limits.room
         self._model = model
         self._tools = tools
-        self._max_running = max_running
+        self._max_running = self._most_running = max_running
         self._inbox = Inbox(tools.timer)
         self._pace = Pace(model.facts)
         self._queue = EngineQueue(
@@ -104,6 +104,13 @@ class Scheduler:
         future: Future[None] = Future()
         self._inbox.call(lambda: self._parking.when_settled(lambda: _finish(future)))
         return future
+
+    def limit_running(self, most: int) -> None:
+        """Run at most so many sequences at once, and no more than at the start; on the model
+        thread. Those that run already go on."""
+        self._max_running = min(most, self._most_running)
+        costs_s = self._model.facts.forward_costs_s
+        self._queue.places = paying_rows(costs_s, self._max_running)
 
     def stop(self) -> None:
         """Make `run` return after the current step; thread-safe."""
@@ -170,7 +177,7 @@ class Scheduler:
         facts = self._model.facts
         if facts is not before:
             self._pace.learn(facts)
-            self._queue.places = paying_rows(facts.forward_costs_s, self._max_running)
+            self.limit_running(self._max_running)
             if facts.forward_costs_s:
                 self._tools.controller.seed_costs(facts.forward_costs_s)
         self._keeps_limit = self.limits.holds()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.backends.engine import life
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, SocketFolder
 from kakeya.backends.engine.restart import RestartPolicy
@@ -239,7 +240,7 @@ async def test_losses_without_a_token_are_bounded(tmp_path):
         await model.ready(20.0)
         running = asyncio.create_task(collect(model, request()))
         for losses in (1, 2):
-            await until(lambda n=losses: record.exists() and len(_lines(record)) == n)
+            await until(lambda n=losses: str(_lines(record)).count("decode") == n)
             os.kill(model.pid, signal.SIGKILL)
         with pytest.raises(PeerUnavailable, match="lost 2 engines in a row over this request"):
             await running
@@ -362,6 +363,30 @@ async def test_an_idle_engine_that_hangs_is_found_by_probes():
         await until(lambda: model.restarts == 1 and model.state is ModelState.READY)
         assert not is_alive(hung)
     assert "it answered no probe within 0.3 s" in errors[1]
+
+
+async def test_after_a_kill_one_sequence_runs_at_a_time_for_a_while(tmp_path, monkeypatch):
+    record = tmp_path / "record"
+    options = replace(FAST, probe_interval_s=0.02, max_running=9)
+    monkeypatch.setattr(life, "CARE_S", 3600.0)
+    async with backend("--record", record, options=options) as model:
+        await model.ready(20.0)
+        os.kill(model.pid, signal.SIGKILL)  # as the system does when memory is short
+        await until(lambda: model.restarts == 1 and model.state is ModelState.READY)
+        assert _lines(record) == ["limits 1"]
+        monkeypatch.setattr(life, "CARE_S", 0.0)
+        model.kill("grew")
+        await until(lambda: "limits 9" in _lines(record))
+        assert _lines(record) == ["limits 1", "limits 1", "limits 9"]
+
+
+async def test_an_orderly_end_calls_for_no_care(tmp_path):
+    record = tmp_path / "record"
+    async with backend("--record", record) as model:
+        await model.ready(20.0)
+        model.end("was too large")
+        await until(lambda: model.restarts == 1 and model.state is ModelState.READY)
+        assert _lines(record) == []
 
 
 def scheduling(mode, file=Path()):

@@ -83,7 +83,9 @@ async def test_who_waits_for_an_answer_is_told_that_the_engine_is_lost_and_is_no
         await CALLS[name](client)  # nor is there one any more
 
 
-async def test_how_long_it_is_silent_nobody_knows_then(engine: tuple[Mute, EngineClient]) -> None:
+async def test_an_engine_whose_client_is_closed_is_not_seen(
+    engine: tuple[Mute, EngineClient],
+) -> None:
     mute, client = engine
     call = asyncio.ensure_future(client.look(LIMIT_S))
     await asyncio.wait_for(mute.calls.acquire(), LIMIT_S)

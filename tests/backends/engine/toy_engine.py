@@ -100,6 +100,10 @@ class ToyEngine(EngineServiceServicer):
         self.record(f"release {request.kv_key}")
         return pb.ReleaseResponse()
 
+    async def SetLimits(self, request, context):
+        self.record(f"limits {request.max_running}")
+        return pb.Footprint()
+
     async def Stats(self, request, context):
         return pb.StatsResponse(kv_live_bytes=11, kv_bytes_by_key={"a": 11})
 
