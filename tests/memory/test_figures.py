@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,7 +93,8 @@ def of_adapters() -> Iterator[Figure]:
     times = {tier: Durations(BOUNDS_S) for tier in Tier}
     for tier, taken in times.items():
         taken.add(0.001 * (1 + tier))
-    return adapter_figures(table, {"kakeya-tiny": 2}, times, dict.fromkeys(Tier, 1))
+    places = SimpleNamespace(moves=dict.fromkeys(Tier, 1), rounded=1)
+    return adapter_figures(table, {"kakeya-tiny": 2}, times, places)  # type: ignore[arg-type]
 
 
 @pytest.fixture
