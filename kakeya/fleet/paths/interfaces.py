@@ -35,9 +35,14 @@ WATCH_S = 2.0
 
 # Of macOS: AirDrop and its like, tunnels that the system keeps for itself, modems for phones.
 _UNUSABLE = {
-    "darwin": re.compile(r"lo|awdl|llw|anpi|ap|gif|stf|ipsec|pdp_ip|XHC|vmenet|vmnet|pktap"),
+    "darwin": re.compile(
+        r"lo|awdl|llw|anpi|ap|gif|stf|ipsec|pdp_ip|XHC|vmenet|vmnet|vnic|vboxnet|pktap"
+    ),
     # Of Linux: containers and virtual machines of this host, which no peer reaches.
-    "linux": re.compile(r"lo$|docker|br-|veth[0-9a-f]{7}|virbr|cni|flannel|cali|lxcbr|vnet"),
+    "linux": re.compile(
+        r"lo$|docker|podman|br-|veth[0-9a-f]{7}|virbr|cni|flannel|cali|lxcbr|lxdbr|incusbr|vnet|vmnet"
+        r"|vboxnet|tap\d"
+    ),
 }
 _THUNDERBOLT = {
     "darwin": re.compile(r"bridge\d+|thunderbolt.*", re.IGNORECASE),
@@ -52,7 +57,11 @@ _PORT = re.compile(
     re.MULTILINE,
 )
 _ASK_S = 3.0
-_TUNNELS = {"darwin": re.compile(r"utun\d+"), "linux": re.compile(r"(?:tun|wg|tailscale)\d+")}
+# ZeroTier's are feth on macOS and zt on Linux.
+_TUNNELS = {
+    "darwin": re.compile(r"(?:utun|ppp|feth)\d+"),
+    "linux": re.compile(r"(?:tun|wg|tailscale|ppp)\d+|zt\w{8}"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
