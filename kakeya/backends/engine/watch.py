@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -34,6 +33,7 @@ from kakeya.backends.engine.escalation import (
     ShrinkIt,
     Step,
 )
+from kakeya.backends.engine.guard import EngineGuard, GuardedEngine
 from kakeya.backends.engine.kv_lender import KvLender
 from kakeya.backends.engine.lease import EngineLease
 from kakeya.core.clock import Clock
@@ -41,7 +41,7 @@ from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.log import event
 from kakeya.core.process import resident_bytes
 from kakeya.core.tasks import Supervisor, TaskHealth
-from kakeya.core.units import MIB, format_bytes
+from kakeya.core.units import MIB
 from kakeya.generation.facts import Footprint
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.events import EngineDrained, EngineKilled, EngineShrunk
@@ -51,30 +51,16 @@ from kakeya.memory.arbiter.resident import ResidentKey
 _log = logging.getLogger(__name__)
 POLL_S = 2.0
 """Seconds between two measurements: a large model grows its KV by some 30 MB in that time."""
-GUARD_S = 0.1
-"""Seconds between two looks at engines that outgrow the whole budget; each look takes some 30
-microseconds an engine."""
-CLOSE_S = 0.01
-"""The same while an engine grows fast: memory is written at gigabytes per second."""
-GROWTH_SHARE = 0.02
-GROWTH_S = 1.0
-"""An engine that is beyond the budget, and beyond its own highest memory `GROWTH_S` ago by
-`GROWTH_SHARE` of its lease, does not stop by itself. Memory that comes and goes is no growth."""
-SILENT_S = 0.8
-"""An engine that is beyond the budget and whose process answers nothing for so long hangs in native
-code. Within the budget it may be slow in peace: the probes of its backend decide."""
 REST_S = 20.0
 """After so long without a request an engine gives back unfilled room: an agent's next turn comes
 sooner, mostly."""
 
 
 @dataclass(slots=True)
-class _Watched:
+class _Watched(GuardedEngine):
     """One engine under watch."""
 
-    key: ResidentKey
-    lease: EngineLease
-    way: Escalation
+    way: Escalation = field(kw_only=True)
     lender: KvLender | None = None
     used_mono: float = 0.0
     """When it last had a request."""
@@ -82,18 +68,6 @@ class _Watched:
     footprint: Footprint | None = None
     last_reason: str = ""
     is_attended: bool = False
-    guarded: int | None = None
-    """The process at the guard's last look; `guarded_bytes` is its memory."""
-    killed: int | None = None
-    """The process that the guard killed; the system may take a moment to end it."""
-    peaks: deque[tuple[float, int]] = field(default_factory=deque)
-    """The highest memory of that process until each look of the guard in the last `GROWTH_S`."""
-    guarded_bytes: int = 0
-    is_asked: bool = False
-    """Whether the guard waits for an answer of the process."""
-    parted_bytes: int = 0
-    """The idle KV that counts for the tenant and not for the engine. Both are counted in one step,
-    since the spare part may change in between."""
     steps: dict[str, int] = field(
         default_factory=lambda: {"shrink": 0, "drain": 0, "end": 0, "kill": 0}
     )
@@ -163,10 +137,17 @@ class EngineWatch:
         self._resident = resident
         self._watched: dict[str, _Watched] = {}
         self._tasks = Supervisor(clock)
+        self.guard = EngineGuard(
+            arbiter,
+            clock,
+            engines=self._watched.values,
+            end=self._end_now,
+            resident=resident,
+        )
 
     async def __aenter__(self) -> Self:
         self._tasks.start("engine watch", self._run)
-        self._tasks.start("engine guard", self._guard)
+        self._tasks.start("engine guard", self.guard.run)
         return self
 
     async def __aexit__(
@@ -271,74 +252,6 @@ class EngineWatch:
                     if not watched.is_attended:  # an engine that hangs does not delay the others
                         group.create_task(self._attend(watched))
 
-    async def _guard(self) -> None:
-        async with asyncio.TaskGroup() as asks:
-            while True:
-                is_close = await self.check_growth()
-                for watched in self._watched.values():
-                    if not watched.is_asked and self._excess(watched):
-                        asks.create_task(self.check_silence(watched))
-                await self._clock.sleep(CLOSE_S if is_close else GUARD_S)
-
-    async def check_growth(self) -> bool:
-        """Kill each engine that is beyond the budget and grew much in the last `GROWTH_S`; return
-        whether any engine grows so. It asks no engine, which may hang, and waits for no shrink."""
-        is_close = False
-        for watched in tuple(self._watched.values()):
-            pid = watched.lease.backend.pid
-            occupied = None if pid is None else await asyncio.to_thread(self._resident, pid)
-            if self._is_watched(watched) and watched.lease.backend.pid == pid:
-                is_close |= self._check_growth(watched, pid, occupied or 0)
-        return is_close
-
-    def _check_growth(self, watched: _Watched, pid: int | None, occupied: int) -> bool:
-        now, peaks = self._clock.mono(), watched.peaks
-        if watched.guarded != pid:
-            watched.guarded = pid
-            peaks.clear()
-        while len(peaks) > 1 and now - peaks[0][0] > GROWTH_S:
-            peaks.popleft()
-        before = peaks[0][1] if peaks else occupied
-        peaks.append((now, max(occupied, peaks[-1][1] if peaks else 0)))
-        watched.guarded_bytes = occupied if pid != watched.killed else 0
-        if occupied - before < GROWTH_SHARE * watched.lease.bytes:
-            return False
-        if why := self._excess(watched):
-            self._end_now(watched, why)
-        return True
-
-    async def check_silence(self, watched: _Watched) -> None:
-        """Kill an engine that is beyond the budget and does not answer for `SILENT_S`."""
-        backend, watched.is_asked = watched.lease.backend, True
-        pid = backend.pid
-        try:
-            is_alive = await backend.answers(SILENT_S)
-        finally:
-            watched.is_asked = False
-        why = self._excess(watched)
-        if not is_alive and why and self._is_watched(watched) and backend.pid == pid:
-            self._end_now(watched, f"{why}, and answered nothing for {SILENT_S:g} s")
-
-    def _end_now(self, watched: _Watched, why: str) -> None:
-        watched.resident_bytes, watched.guarded_bytes = watched.guarded_bytes, 0
-        watched.killed = watched.guarded
-        self._do(watched, KillIt(why))
-
-    def _excess(self, watched: _Watched) -> str:
-        """Return in words how an engine is beyond its lease and the budget; "" = it is not."""
-        lease, occupied = watched.lease.bytes, watched.guarded_bytes
-        if occupied <= lease:
-            return ""
-        ledger = self._arbiter.status()
-        resident = self._arbiter.find(*watched.key)
-        counted = (resident.bytes if resident is not None else 0) + watched.parted_bytes
-        if ledger.committed_bytes - counted + occupied <= ledger.budget_bytes:
-            return ""
-        return (
-            f"grew to {format_bytes(occupied)}, beyond its lease of {format_bytes(lease)} and "
-            f"the budget of {format_bytes(ledger.budget_bytes)}"
-        )
-
     async def _attend(self, watched: _Watched) -> None:
         watched.is_attended = True
         try:
@@ -394,6 +307,12 @@ class EngineWatch:
                 await backend.set_limits(kv_most_bytes=most)
             return self._is_watched(watched)
         return False
+
+    def _end_now(self, guarded: GuardedEngine, why: str) -> None:
+        watched = self._watched[guarded.key.model_key]
+        watched.resident_bytes, watched.guarded_bytes = watched.guarded_bytes, 0
+        watched.killed = watched.guarded
+        self._do(watched, KillIt(why))
 
     def _do(self, watched: _Watched, step: Step) -> None:
         backend, key = watched.lease.backend, watched.key

@@ -17,9 +17,10 @@ from kakeya.backends.engine import watch
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.escalation import EscalationRules, Stage
+from kakeya.backends.engine.guard import GUARD_S
 from kakeya.backends.engine.kv_lender import most_kv_bytes
 from kakeya.backends.engine.lease import with_copy
-from kakeya.backends.engine.watch import GUARD_S, EngineWatch, tenant_name
+from kakeya.backends.engine.watch import EngineWatch, tenant_name
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import KvRefused
 from kakeya.core.process import resident_bytes
@@ -571,12 +572,12 @@ class Guarded:
         """What it was killed for once it has had these sizes."""
         for size in sizes:
             self.occupied = size
-            await self.watch.check_growth()
+            await self.watch.guard.check_growth()
             self.clock.advance(every_s)
         return self.killed
 
     async def ask(self) -> list[str]:
-        await self.watch.check_silence(self.watch._watched["toy"])
+        await self.watch.guard.check_silence(self.watch._watched["toy"])
         return self.killed
 
 
