@@ -62,12 +62,19 @@ def gossip_figures(gossip: GossipStats) -> Iterator[Figure]:
     )
 
 
-def fleet_figures(known: int, suspects: int, served: GossipServiceStats) -> Iterator[Figure]:
+def fleet_figures(
+    known: int, suspects: int, gossip: GossipStats, served: GossipServiceStats
+) -> Iterator[Figure]:
     """The view of the fleet, and the exchanges that peers began with this node."""
     yield gauge("kakeya_fleet_nodes", "Nodes with a live card", known)
     yield gauge("kakeya_fleet_suspects", "Nodes that do not answer", suspects)
     yield counter("kakeya_gossip_served", "Exchanges that this node answered", served.exchanges)
     yield counter("kakeya_gossip_refused", "Exchanges that this node refused", served.refused)
+    yield counter(
+        "kakeya_gossip_ttls_clamped",
+        "Cards kept with a TTL moved into the bounds",
+        gossip.clamped + served.cards_clamped,
+    )
 
 
 def route_figures(downgrades: int, mdns: DiscoveryStats | None) -> Iterator[Figure]:

@@ -224,7 +224,7 @@ class NodeFleet:
         """Figures of the fleet half."""
         known = len(self.registry.snapshot(mono=self._clock.mono()))
         suspects = len(self.registry.suspects())
-        yield from fleet_figures(known, suspects, self.service.stats)
+        yield from fleet_figures(known, suspects, self.gossip.stats, self.service.stats)
         yield from gossip_figures(self.gossip.stats)
         mdns = self.discovery.stats if self.discovery else None
         if self.membership is not None and self.membership.join_server is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol
 
@@ -269,6 +269,16 @@ class CardTrust(Protocol):
     def warm(self, wires: Sequence[bytes]) -> None:
         """Verify cards ahead of `fault_of`; called in a thread when there are many."""
         ...
+
+
+def with_bounded_ttl(card: Card) -> Card:
+    """The card of a peer with its TTL moved into the bounds; not for a TTL that is no number.
+
+    Other engines choose other TTLs: the node is there, so its card is kept.
+    """
+    ttl_s = min(max(card.ttl_s, MIN_TTL_S), MAX_TTL_S)
+    is_kept = ttl_s == card.ttl_s or not math.isfinite(card.ttl_s)
+    return card if is_kept else replace(card, ttl_s=ttl_s)
 
 
 def fault_of(card: Card, now: float, *, is_beating: bool = False) -> CardFault | None:

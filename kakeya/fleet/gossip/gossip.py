@@ -47,7 +47,8 @@ class GossipConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipStats:
-    """Counts since the start; `dropped` by the reason of the card's fault."""
+    """Counts since the start; `dropped` by the reason of the card's fault, `clamped` cards that
+    were kept with a TTL moved into the bounds."""
 
     rounds: int = 0
     exchanges: int = 0
@@ -57,6 +58,7 @@ class GossipStats:
     last_round_s: float = 0.0
     last_round_at: float = 0.0
     dropped: dict[CardFault, int] = field(default_factory=dict)
+    clamped: int = 0
 
     def after(self, done: Round, now: float) -> GossipStats:
         """The counts with one more round added."""
@@ -73,6 +75,7 @@ class GossipStats:
             last_round_s=done.seconds,
             last_round_at=now,
             dropped=dropped,
+            clamped=self.clamped + done.clamped,
         )
 
 

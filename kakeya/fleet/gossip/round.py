@@ -63,6 +63,7 @@ class PeerOutcome:
     """Whether it wanted bodies. It may have held back cards that these might have outdated."""
     changed: tuple[NodeId, ...] = ()
     dropped: Mapping[CardFault, int] = field(default_factory=dict)
+    clamped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,11 @@ class Round:
         for outcome in self.outcomes:
             total.update(outcome.dropped)
         return total
+
+    @property
+    def clamped(self) -> int:
+        """Cards that were kept with a TTL moved into the bounds."""
+        return sum(outcome.clamped for outcome in self.outcomes)
 
 
 async def exchange_once(
@@ -146,6 +152,7 @@ def _both(first: PeerOutcome, second: PeerOutcome) -> PeerOutcome:
         cards_received=first.cards_received + second.cards_received,
         changed=tuple(dict.fromkeys(first.changed + second.changed)),
         dropped=Counter(first.dropped) + Counter(second.dropped),
+        clamped=first.clamped + second.clamped,
         has_pushed=True,
     )
 
@@ -269,6 +276,7 @@ class Exchanger:
             has_pushed=accepted.push is not None,
             changed=report.changed,
             dropped=report.dropped,
+            clamped=report.clamped,
         )
 
     async def _converse(self, call: _Call, digest: _Digest | None) -> Accepted:

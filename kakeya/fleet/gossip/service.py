@@ -49,6 +49,7 @@ class GossipServiceStats:
     refused: int = 0
     cards_changed: int = 0
     cards_dropped: int = 0
+    cards_clamped: int = 0
     sent_bytes: int = 0
 
 
@@ -103,6 +104,7 @@ class CapabilityService:
             exchanges=self._stats.exchanges + 1,
             cards_changed=self._stats.cards_changed + len(report.changed),
             cards_dropped=self._stats.cards_dropped + sum(report.dropped.values()),
+            cards_clamped=self._stats.cards_clamped + report.clamped,
             sent_bytes=self._stats.sent_bytes + len(answered.response),
         )
         return answered.response

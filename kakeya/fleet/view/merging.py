@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kakeya.core.ids import NodeId
-from kakeya.fleet.cards.cards import Card, CardFault, CardTrust, is_liars
+from kakeya.fleet.cards.cards import Card, CardFault, CardTrust, is_liars, with_bounded_ttl
 from kakeya.fleet.cards.convert import MalformedCard, from_wire
 from kakeya.fleet.view.beats import MAX_BEATS, Beats, Told
 from kakeya.fleet.view.own_card import OwnCard
@@ -30,7 +30,8 @@ LATENCY_S = 5.0
 class MergeReport:
     """Effects of a batch of cards and beats on the view.
 
-    `beaten` counts the nodes that beat anew. `conflicts` are newly found addresses of other
+    `beaten` counts the nodes that beat anew, `clamped` the changed cards whose TTL was out of
+    bounds. `conflicts` are newly found addresses of other
     processes that use this node's id. `has_own`: the batch held a card of this node. `has_jumped`:
     an earlier life made that card, and the incarnation was raised above it.
     """
@@ -38,6 +39,7 @@ class MergeReport:
     changed: tuple[NodeId, ...] = ()
     dropped: Mapping[CardFault, int] = field(default_factory=dict)
     beaten: int = 0
+    clamped: int = 0
     conflicts: tuple[str, ...] = ()
     has_own: bool = False
     has_jumped: bool = False
@@ -57,6 +59,7 @@ class Merger:
         """Take each card that is valid and newer than the held one, then the beats."""
         places: dict[int, int] | None = None
         changed: list[NodeId] = []
+        clamped = 0
         dropped: Counter[CardFault] = Counter()
         own: list[tuple[Card, Told | None]] = []
         for count, card in enumerate(self._read(wires, dropped, mono), 1):
@@ -69,7 +72,9 @@ class Merger:
                 if not taken:
                     own.append((card, told))
             else:
-                taken = self._peers.take(card, told, now=now, mono=mono)
+                bounded = with_bounded_ttl(card)
+                taken = self._peers.take(bounded, told, now=now, mono=mono)
+                clamped += taken is True and bounded is not card
             if isinstance(taken, CardFault):
                 dropped[taken] += 1
             elif taken:
@@ -85,6 +90,7 @@ class Merger:
             changed=tuple(changed),
             dropped=dropped,
             beaten=beaten,
+            clamped=clamped,
             conflicts=self._news_of_impostors([card for card, other in heard if other], now),
             has_own=bool(own),
             has_jumped=has_jumped,

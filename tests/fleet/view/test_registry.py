@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -129,9 +130,9 @@ def _typed(**fields: object) -> bytes:
         (_typed(announced_at_unix=math.inf), CardFault.BAD_STAMP),
         (_typed(announced_at_unix=-math.inf), CardFault.BAD_STAMP),
         (_typed(announced_at_unix=NOW + 1e9), CardFault.FUTURE),
-        (_typed(ttl_seconds=0), CardFault.BAD_TTL),
-        (_typed(ttl_seconds=-5), CardFault.BAD_TTL),
-        (_typed(ttl_seconds=1e9), CardFault.BAD_TTL),
+        (_typed(ttl_seconds=math.nan), CardFault.BAD_TTL),
+        (_typed(ttl_seconds=math.inf), CardFault.BAD_TTL),
+        (_typed(ttl_seconds=-math.inf), CardFault.BAD_TTL),
         (_typed(node_id=""), CardFault.BAD_ID),
         (_typed(node_id="x" * 300), CardFault.BAD_ID),
         (_typed(node_id="../x"), CardFault.BAD_ID),
@@ -147,6 +148,39 @@ def test_one_bad_card_costs_only_itself(bad: bytes, fault: CardFault) -> None:
     assert len(report.changed) == 99
     assert report.dropped == {fault: 1}
     assert len(registry.snapshot(mono=0)) == 100
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "kept_s", "clamped"),
+    [
+        (0, 10, 1),
+        (-5, 10, 1),
+        (9.9, 10, 1),
+        (10, 10, 0),
+        (600, 600, 0),
+        (601, 600, 1),
+        (1e9, 600, 1),
+    ],
+)
+def test_a_ttl_out_of_bounds_is_moved_into_them_and_counted(
+    ttl_s: float, kept_s: float, clamped: int
+) -> None:
+    registry, wire = make_registry(), _typed(ttl_seconds=ttl_s)
+    report = registry.merge([wire], **at(NOW))
+    assert (report.changed, report.dropped, report.clamped) == (("bad",), {}, clamped)
+    assert registry.merge([wire], **at(NOW + 1)).clamped == 0
+    card = registry.get("bad", mono=0)
+    assert card is not None
+    assert (card.ttl_s, card.wire) == (kept_s, wire)
+    assert registry.get("bad", mono=kept_s) is not None
+    assert registry.get("bad", mono=kept_s + 0.1) is None
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, 9.9, 600.1, math.nan, math.inf])
+def test_an_own_offer_with_a_ttl_out_of_bounds_is_refused(ttl_s: float) -> None:
+    registry = make_registry()
+    with pytest.raises(InvalidArgument, match="bad_ttl"):
+        registry.announce(replace(registry.offer, ttl_s=ttl_s), **at(NOW))
 
 
 def test_an_unknown_role_is_kept_and_ignored() -> None:
