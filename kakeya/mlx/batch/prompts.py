@@ -26,7 +26,7 @@ import numpy as np
 
 from kakeya.engine.model import SequenceState
 from kakeya.mlx.batch.batch import lazily
-from kakeya.mlx.batch.cache import Attend, RowCaches
+from kakeya.mlx.batch.cache import AloneKV, Attend, RowCaches
 from kakeya.mlx.batch.slabs import leave
 from kakeya.mlx.device import ends_with_device
 from kakeya.mlx.kv import layers as kv_layers
@@ -79,7 +79,8 @@ class LayeredForward:
         """Compute the next part; whether that was the last one."""
         end = self._ends[0]
         held = []
-        for layers, twins in self._layers:
+        for at in self._members:
+            layers, twins = self._layers[at]
             for layer, twin in zip(layers[self._done : end], twins[self._done : end], strict=True):
                 _hand_over(layer, twin)
                 held.append(twin.state)
@@ -93,7 +94,7 @@ class LayeredForward:
         return True
 
     def leave(self, state: SequenceState) -> None:
-        """Append nothing to this sequence."""
+        """Append nothing to this sequence, and leave its KV to whatever comes next."""
         gone = [at for at, (member, _) in self._members.items() if member is state]
         for at in gone:
             del self._members[at]
@@ -184,25 +185,21 @@ def can_split(model: LoadedModel) -> bool:
     return all(map(kv_layers.is_known, kv_layers.layers_of(model.make_cache())))
 
 
-class _PieceKV:
-    """One row of a shared forward, with its own tokens in front; a `cache.RowGroup`."""
+class _PieceKV(AloneKV):
+    """One row of a shared forward, with its own tokens in front."""
 
     def __init__(self, cache: Any, tokens: int) -> None:  # noqa: ANN401 - mlx-lm's caches share no public type
-        self._cache = cache
+        super().__init__(cache)
         self._tokens = tokens
-        self._fetched: Any = None
 
     def make_mask(self, count: int, *, return_array: bool, window_size: int | None) -> Any:  # noqa: ANN401
         """The mask of the cache for the row's own tokens."""
         del count
-        return self._cache.make_mask(
-            self._tokens, return_array=return_array, window_size=window_size
-        )
+        return super().make_mask(self._tokens, return_array=return_array, window_size=window_size)
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Append the row's own tokens."""
-        own = slice(0, self._tokens)
-        self._fetched = self._cache.update_and_fetch(keys[:, :, own], values[:, :, own])
+        super().append(keys[:, :, : self._tokens], values[:, :, : self._tokens])
 
     def attend(
         self,
@@ -213,9 +210,7 @@ class _PieceKV:
         sinks: mx.array | None,
     ) -> list[mx.array]:
         """Attention of the row's own tokens; zeros behind them. Shapes: [1, H, L, D]."""
-        fetched, self._fetched = self._fetched, None
-        own = queries[:, :, : self._tokens]
-        found = attend(own, *fetched, cache=self._cache, scale=scale, mask=mask, sinks=sinks)
+        (found,) = super().attend(attend, queries[:, :, : self._tokens], scale, mask, sinks)
         rest = queries.shape[2] - self._tokens
         return [mx.pad(found, [(0, 0), (0, 0), (0, rest), (0, 0)]) if rest else found]
 

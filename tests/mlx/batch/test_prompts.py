@@ -80,6 +80,24 @@ def test_in_any_parts_a_piece_has_the_bits_of_one_that_is_computed_at_once(
     assert is_same(state, whole(model, *pieces))
 
 
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_a_model_of_one_layer_computes_pieces_in_one_part(tmp_path: Path, parts: int) -> None:
+    folder = write_model(tmp_path, "llama", changes={"num_hidden_layers": 1})
+    model = load(str(folder), "one")
+    hand_over(model.network)
+    pieces = [text(20, 7), text(33, 8), text(1, 9)]
+    states = [whole(model, text(10, at)) for at in range(3)]
+    forward = LayeredForward(model, states, pieces, parts)
+    assert forward.parts == 1
+    finish(forward)
+    finish(LayeredForward(model, states[:1], [text(40)], parts))
+    alone = [whole(model, text(10, at), piece) for at, piece in enumerate(pieces)]
+    alone[0].prefill(text(40))
+    assert all(map(is_same, states, alone))
+    assert [state.verify([5, 6]) for state in states] == [state.verify([5, 6]) for state in alone]
+    assert at_once(pieces_check(model)) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_piece_that_is_given_up_leaves_no_trace(
     models: dict[str, LoadedModel], kind: str
@@ -146,6 +164,24 @@ def test_the_others_go_on_where_one_leaves_a_shared_forward(
     for at in (0, 2):
         assert is_same(states[at], whole(model, text(10, at), pieces[at]))
     assert is_same(states[1], whole(model, text(10, 1)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_one_that_left_a_shared_forward_goes_on_beside_it(
+    models: dict[str, LoadedModel], kind: str
+) -> None:
+    """As a request does that goes on from the KV of a cancelled one, while others are computed."""
+    model = models[kind]
+    states = [whole(model, text(10, first)) for first in (3, 1)]
+    forward = LayeredForward(model, states, [text(20, 7), text(20, 8)], 8)
+    forward.leave(states[0])
+    said = states[0].verify([5, 6, 7])
+    finish(forward)
+    alone = whole(model, text(10))
+    assert said == alone.verify([5, 6, 7])
+    assert is_same(states[0], alone)
+    assert states[0].verify([8]) == alone.verify([8])
+    assert is_same(states[1], whole(model, text(10, 1), text(20, 8)))
 
 
 def test_the_least_piece_that_may_be_shared_is_found_by_bits(
