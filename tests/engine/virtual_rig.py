@@ -101,6 +101,7 @@ class HashForward(ToyForward):
     model: HashModel
 
     def __post_init__(self) -> None:
+        self.pieces = [piece for _, piece in self.members]
         longest = max(len(piece) for _, piece in self.members)
         self._part_s = TOKEN_S * longest / self.parts
 

@@ -10,6 +10,8 @@ from kakeya.engine.model import LoadedFacts
 
 _WEIGHT = 0.2
 """Weight of the newest measurement in the mean."""
+_STRETCH_S = 1.0
+"""Seconds of chunks over which the time of steps between them is averaged."""
 _SURPRISE = 4.0
 """A single measurement counts as at most this many times more or less than was expected."""
 _ENDS_KNOWN = 4
@@ -20,18 +22,19 @@ class Pace:
     """The pace of one model; belongs to the model thread."""
 
     def __init__(self, facts: LoadedFacts) -> None:
-        self.learn(facts)
-        self._stretch = 1.0
+        self._probed = self._token_s = self._context_s = 0.0
+        self._factor = self._stretch = 1.0
         self._stay_s = 0.0
         self._ends = 0
+        self.learn(facts)
 
     def learn(self, facts: LoadedFacts) -> None:
-        """Begin anew from measured speeds."""
-        rate = facts.prefill_tokens_per_second
-        self._token_s = 1 / rate if rate > 0 else 0.0
-        self._context_s = facts.prefill_context_s
+        """Go by measured speeds, and begin anew where that of prompts is another one."""
         self._step_s = facts.forward_costs_s.get(1, 0.0)
-        self._factor = 1.0
+        rate = facts.prefill_tokens_per_second
+        if rate > 0 and (rate, facts.prefill_context_s) != (self._probed, self._context_s):
+            self._probed, self._context_s = rate, facts.prefill_context_s
+            self._token_s, self._factor = 1 / rate, 1.0
 
     @property
     def stretch(self) -> float:
@@ -52,7 +55,7 @@ class Pace:
         return self._stay_s / places if self._ends >= _ENDS_KNOWN else 0.0
 
     def computed(self, tokens: int, expected_s: float, seconds: float) -> None:
-        """Learn the time that a forward over prompts took, by that which was expected of it."""
+        """Learn the time that a forward over one prompt took, by that which was expected of it."""
         if self._token_s == 0:
             self._token_s = seconds / tokens  # the probe waits for a machine that is idle
         elif expected_s > 0 and seconds > 0:
@@ -62,8 +65,10 @@ class Pace:
     def interleaved(self, chunk_s: float, steps_s: float) -> None:
         """Learn that steps took `steps_s` between two chunks of `chunk_s`."""
         if chunk_s > 0:
-            stretch = min(1 + steps_s / chunk_s, _SURPRISE * self._stretch)
-            self._stretch += _WEIGHT * (stretch - self._stretch)
+            # By seconds: several chunks follow each other between two steps.
+            weight = min(1.0, chunk_s / _STRETCH_S)
+            change = weight * (1 + steps_s / chunk_s - self._stretch)
+            self._stretch += min(change, (_SURPRISE - 1) * self._stretch)
 
     def ended(self, stay_s: float) -> None:
         """Learn how long a generation had its place."""

@@ -47,10 +47,12 @@ class QueueTicket:
 class PieceWork:
     """A forward over pieces of these rows' prompts that is begun and not done.
 
-    It was expected to take `expected_s`, a part of it `part_s`, and took `took_s` so far.
+    Rows may leave it: `is_shared` if it was begun with several. It was expected to take
+    `expected_s`, a part of it `part_s`, and took `took_s` so far.
     """
 
     rows: list[QueueRow]
+    is_shared: bool
     expected_s: float
     forward: PromptForward = field(init=False)
     part_s: float = 0.0

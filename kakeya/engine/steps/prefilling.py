@@ -7,8 +7,8 @@ for a few rounds.
 
 Prompts that are there at the same time share forwards: a piece of few tokens leaves room for
 others, and reading the weights takes most of its time. Only pieces of about one length do, since
-the shorter ones are filled up, and only where that changes no bit. The time of each forward goes to
-`pace`.
+the shorter ones are filled up, and only where that changes no bit. The time of each forward that
+has one prompt goes to `pace`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Prefilling:
         work.took_s += self._timer() - self._began_s
         if not is_done:
             return []
-        self._pace.computed(sum(map(_tokens, work.rows)), work.expected_s, work.took_s)
+        if not work.is_shared:  # several take about as long as one, which says nothing of one
+            self._pace.computed(_tokens(row), work.expected_s, work.took_s)
         for one in work.rows:
             one.work = one.piece = None
         return work.rows
@@ -133,7 +134,7 @@ class Prefilling:
         now_s = self._timer()
         took_s = now_s - self._began_s
         self.round_s += took_s
-        if self._ended_s is not None and row.priority != SPECULATIVE:
+        if self._is_beside and self._ended_s is not None and row.priority != SPECULATIVE:
             self._pace.interleaved(took_s, self._began_s - self._ended_s)
         self._ended_s, row.chunk_ended_s = None, now_s
         for one in done:
@@ -147,16 +148,16 @@ class Prefilling:
             self._ended_s = now_s
 
     def failed(self, row: QueueRow, failure: Exception) -> bool:
-        """Give up the forward of a row; whether it was in there alone.
+        """Give up the forward of a row; whether it was begun for that row alone.
 
         Rows that shared it compute their pieces anew, each by itself.
         """
         work = row.work
         members = work.rows if work is not None else [row]
-        is_alone = len(members) == 1
-        for one in tuple(members):
+        is_shared = work is not None and work.is_shared
+        for one in members:
             one.work = None
-        if not is_alone:
+        if is_shared:
             self._shares = False
             event(
                 _log,
@@ -165,7 +166,7 @@ class Prefilling:
                 rows=len(members),
                 error=repr(failure),
             )
-        return is_alone
+        return not is_shared
 
     def _begin(self, row: QueueRow) -> PieceWork:
         """Begin a forward over the next piece of a row, and of rows that can share it."""
@@ -179,7 +180,7 @@ class Prefilling:
         part_s = PART_S if self._is_beside else CHUNK_LIMIT_S
         parts = self._model.facts.parts_of(expected_s, part_s)
         # Before the forward is begun: where that fails, all of them are concerned.
-        work = PieceWork(rows=rows, expected_s=expected_s)
+        work = PieceWork(rows=rows, is_shared=len(rows) > 1, expected_s=expected_s)
         for one in rows:
             one.work = work
         work.forward = self._model.begin_prompts(states, pieces, parts)

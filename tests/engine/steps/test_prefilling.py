@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kakeya.core.errors import DeadlineExceeded
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.model import CHUNK_LIMIT_S, PART_S
 from kakeya.engine.queue.policy import ROUND_S
@@ -187,3 +188,61 @@ def test_speculative_work_shares_no_forward_with_work_that_a_client_waits_for() 
     assert rig.model.shared == [1, 1]
     assert client.tokens == expected(client.job.token_ids, 2)
     assert warm.done is not None
+
+
+def test_one_whose_company_left_a_forward_that_fails_computes_its_piece_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its piece was filled up for the other: that it was in there by itself says nothing of it."""
+    rig = sharing()
+    honest = HashForward.advance
+
+    def advance(self: HashForward) -> bool:
+        if len(self.pieces) > 1 and len(self.members) == 1:
+            raise RuntimeError("boom")
+        return honest(self)
+
+    monkeypatch.setattr(HashForward, "advance", advance)
+    gone = rig.submit(token_ids=prompt(120), max_tokens=3)
+    good = rig.submit(token_ids=prompt(120, 9), max_tokens=3)
+    rig.cancel(0.01, gone)
+    rig.run()
+    assert rig.model.shared == [2, 1]
+    assert good.tokens == expected(good.job.token_ids, 3)
+
+
+def test_prompts_that_shared_forwards_make_no_one_expect_a_long_one_sooner() -> None:
+    rig = sharing()
+    for _ in range(20):
+        for at in range(4):
+            rig.submit(rig.now_s, token_ids=prompt(60 + at, at), max_tokens=1)
+        rig.run()
+    stream = rig.submit(token_ids=prompt(5), max_tokens=400)
+    rig.submit(rig.now_s + 0.2, token_ids=prompt(2000), max_tokens=2)
+    rig.run()
+    assert set(rig.model.shared) == {4, 1}
+    assert max(stream.gaps_s) <= ROUND_S + STEP_S + 1e-9
+
+
+@pytest.mark.parametrize(("deadline_s", "is_refused"), [(2.6, True), (3.8, False)])
+def test_the_time_beside_streams_is_learned_and_not_unlearned_without_them(
+    deadline_s: float, is_refused: bool
+) -> None:
+    """A prompt of 1.5 s takes 3.2 s beside steps of 0.2 s, as the engine has seen before."""
+    rig = large(forward_costs_s={1: 0.2})
+    rig.model.step_s = 0.2
+    for alone in (1500, 3000):
+        rig.submit(rig.now_s, token_ids=prompt(5), max_tokens=60)
+        rig.submit(rig.now_s + 0.5, token_ids=prompt(1500), max_tokens=2)
+        rig.run()
+        rig.submit(rig.now_s, token_ids=prompt(alone), max_tokens=1)
+        rig.run()
+    rig.submit(rig.now_s, token_ids=prompt(5), max_tokens=60)
+    told = rig.submit(rig.now_s + 0.5, token_ids=prompt(1500), max_tokens=2, deadline_s=deadline_s)
+    before = rig.model.prefilled
+    rig.run()
+    if is_refused:
+        assert isinstance(told.error, DeadlineExceeded)
+        assert rig.model.prefilled == before + 4, "it is refused before it takes anything"
+    else:
+        assert told.tokens == expected(told.job.token_ids, 2)
