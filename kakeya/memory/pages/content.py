@@ -102,7 +102,6 @@ class PageConfig:
     page_bytes: int = 2 * MIB  # large pages of the hardware have it, and ranks 8-64 fill it
     slab_pages: int = 128  # growth, shrinking and the largest range: 256 MiB of default pages
     total_pages: int = 4096  # the most that the arena grows to
-    alignment_bytes: int = 256  # of every range; Metal's and every SIMD unit's
     fit: Fit = Fit.BEST
     ready_blocks: int = 16  # freed single pages kept at hand before ranges are merged
     headroom: float = HEADROOM  # evict this share more than was asked, so the next one need not
@@ -118,11 +117,6 @@ class PageConfig:
         if not 1 <= self.slab_pages <= self.total_pages:
             raise ConfigError(
                 f"slab_pages is {self.slab_pages}; it must be 1..total_pages ({self.total_pages})"
-            )
-        if self.alignment_bytes < 1 or self.page_bytes % self.alignment_bytes:
-            raise ConfigError(
-                f"alignment_bytes is {self.alignment_bytes}; "
-                f"it must divide the page of {self.page_bytes} bytes"
             )
         if self.ready_blocks < 1:
             raise ConfigError(f"ready_blocks is {self.ready_blocks}; it must be 1 or more")

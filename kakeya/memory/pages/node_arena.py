@@ -49,8 +49,6 @@ PAGE_BYTES = min(PAGE_SIZES)
 _USAGE_S = 0.25
 """The age limit of the usage that the ledger hears. It asks after each request, and pins change
 without notice."""
-
-
 ROOM_S = 10.0
 """The longest wait of a request for the ledger to make room for a slab."""
 
@@ -225,18 +223,17 @@ class NodeArena:
         """
         self._arena.at(self._clock.mono())
         pages = -(-length // self._arena.config.page_bytes)
-        if not self._arena.pool.has_free(pages):
-            await self._grow(pages)
+        failed = None if self._arena.pool.has_free(pages) else await self._grow(pages)
         try:
             filling = await self._queue.prepare(tenant, length, holder)
         except OutOfPages as problem:
             if not is_wanted():
-                raise self._explained(problem) from problem
-            refused = await self._grow_by_force()
+                raise self._explained(problem, failed) from problem
+            failed = await self._grow_by_force()
             try:
                 filling = await self._queue.prepare(tenant, length, holder)
             except OutOfPages as still:
-                raise self._explained(still, refused) from still
+                raise self._explained(still, failed) from still
         self._upkeep.allocated()
         return filling
 
@@ -318,12 +315,16 @@ class NodeArena:
         """Utilisation, fragmentation, latencies."""
         return page_figures(self._arena.snapshot())
 
-    async def _grow(self, pages: int) -> None:
-        """Add a slab if it is allowed and still needed; without it, blocks are evicted."""
+    async def _grow(self, pages: int) -> KakeyaError | None:
+        """Add a slab if it is allowed and still needed; without it, blocks are evicted.
+
+        Returns why an allowed slab could not be made.
+        """
         async with self._growth:
             is_enough = self._arena.pool.has_free(pages)
             if not is_enough and self._ledger.may_grow(NAME, self._arena.slab_bytes):
-                await self._add_slab()
+                return await self._add_slab()
+        return None
 
     def _is_limited(self) -> bool:
         """Whether it may not grow now; looked at by a reservation that ends at once."""
@@ -339,7 +340,7 @@ class NodeArena:
         return False
 
     async def _grow_by_force(self) -> KakeyaError | None:
-        """Add a slab, with evictions of idle models; returns the refusal, if there is one."""
+        """Add a slab, with evictions of idle models; returns why it could not, if it could not."""
         until_mono = self._clock.mono() + ROOM_S
         before = self._arena.pool.slabs()
         async with self._growth:
@@ -352,22 +353,23 @@ class NodeArena:
             except KakeyaError as refused:
                 event(_log, "no room for pages", reason=refused.message)
                 return refused
-            await self._add_slab()
-            return None
+            return await self._add_slab()
 
-    async def _add_slab(self) -> None:
-        """Add a slab within the reservation."""
+    async def _add_slab(self) -> KakeyaError | None:
+        """Add a slab within the reservation; returns why it could not be made, if it could not."""
         try:
             await self._arena.grow_async()
         except OutOfPages as full:
             event(_log, "no more pages", level=logging.DEBUG, reason=full.message)
+            return full
         finally:
             self._usage = None
             self._ledger.grown(NAME)
+        return None
 
-    def _explained(self, problem: OutOfPages, refused: KakeyaError | None = None) -> OutOfPages:
+    def _explained(self, problem: OutOfPages, failed: KakeyaError | None) -> OutOfPages:
         """Add when to ask again, and the way out where there are no pages at all."""
-        why = refused.message if refused is not None else ""
+        why = failed.message if failed is not None else ""
         if self._arena.pool.slabs():
             message = f"{problem.message}; {why}" if why else problem.message
         else:

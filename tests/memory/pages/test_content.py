@@ -68,7 +68,7 @@ def test_four_page_sizes_are_allowed(size: int) -> None:
 def test_the_defaults_are_those_of_the_document() -> None:
     """S2.33, S2.34, S2.35."""
     config = PageConfig()
-    assert (config.page_bytes, config.total_pages, config.alignment_bytes) == (2 * MIB, 4096, 256)
+    assert (config.page_bytes, config.total_pages) == (2 * MIB, 4096)
     assert (config.fit, config.ready_blocks, config.pin_limit_s) == ("best_fit", 16, 30.0)
     assert config.wait_limit_s == 0.1
     assert (config.headroom, config.high_watermark, config.low_watermark) == (0.1, 0.90, 0.80)
@@ -81,8 +81,6 @@ def test_the_defaults_are_those_of_the_document() -> None:
         ({"page_bytes": 0}, "page_bytes is 0"),
         ({"slab_pages": 0}, "slab_pages is 0"),
         ({"slab_pages": 64, "total_pages": 32}, r"1\.\.total_pages \(32\)"),
-        ({"alignment_bytes": 100}, "alignment_bytes is 100"),
-        ({"alignment_bytes": 0}, "alignment_bytes is 0"),
         ({"ready_blocks": 0}, "ready_blocks is 0"),
         ({"headroom": -0.1}, "headroom is -0.1"),
         ({"low_watermark": 0.9}, "0 < low < high <= 1"),

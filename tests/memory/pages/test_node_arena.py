@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import MemoryRefused, OutOfPages, PageFreed
-from kakeya.core.units import MIB
+from kakeya.core.units import KIB, MIB
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.resident import COLD, TEXT_TARGET
 from kakeya.memory.pages.content import ContentType
@@ -128,6 +129,24 @@ async def test_with_no_leave_at_all_pages_are_refused(arena: NodeArena, room: Ro
     room.slabs = 0
     with pytest.raises(OutOfPages, match=r"no memory for pages now: .* no 4\.0 MiB .*budget"):
         await laid(arena, tenant(arena, []))
+
+
+async def test_where_the_machine_makes_no_shared_memory_the_refusal_says_so(
+    arena: NodeArena, room: Room
+) -> None:
+    async def make(_size: int, _timeout_s: float) -> None:
+        return
+
+    room.make = make
+    ours, holder = tenant(arena, []), arena.holder("x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
+    try:
+        for is_wanted in (False, True):
+            with pytest.raises(OutOfPages, match=r"pages now: the machine has no .* too large"):
+                await arena.prepare(ours, 10, holder, lambda is_so=is_wanted: is_so)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_for_a_request_that_waits_idle_models_go_and_for_nothing_else(
