@@ -87,34 +87,23 @@ class Supervisor:
             except (Exception, asyncio.CancelledError) as failure:
                 if is_cancelled():
                     if not isinstance(failure, asyncio.CancelledError):
-                        health.failures += 1
-                        health.last_error = repr(failure)
-                        event(
-                            _log,
-                            "a background task ended badly",
-                            level=logging.ERROR,
-                            task=health.name,
-                            error=repr(failure),
-                        )
+                        _note_failure(health, failure, "a background task ended badly")
                     raise
                 if self._clock.mono() - began_mono > RESTART_BACKOFF_S[-1]:
                     in_a_row = 0
                 backoff = RESTART_BACKOFF_S[min(in_a_row, len(RESTART_BACKOFF_S) - 1)]
                 in_a_row += 1
-                health.failures += 1
-                health.last_error = repr(failure)
-                event(
-                    _log,
-                    "background task failed",
-                    level=logging.ERROR,
-                    task=health.name,
-                    error=repr(failure),
-                    restart_in_s=backoff,
-                )
+                _note_failure(health, failure, "background task failed", restart_in_s=backoff)
                 _log.debug("traceback", exc_info=failure)
                 await self._clock.sleep(backoff)
             else:
                 return
+
+
+def _note_failure(health: TaskHealth, failure: BaseException, what: str, **more: float) -> None:
+    health.failures += 1
+    health.last_error = repr(failure)
+    event(_log, what, level=logging.ERROR, task=health.name, error=repr(failure), **more)
 
 
 async def every(

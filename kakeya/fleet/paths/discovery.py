@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor
+from kakeya.core.tasks import Supervisor, sleep_or_wake
 from kakeya.fleet.paths.addresses import AddressPolicy, Ip, Literal, dialable
 
 if TYPE_CHECKING:
@@ -163,22 +163,13 @@ class Discovery:
                 async with self._announced():
                     while not self._changed.is_set():
                         self._look_for_refusals()
-                        await self._change_within(_RETRY_S if self._silenced_by else _LOOK_S)
+                        pause_s = _RETRY_S if self._silenced_by else _LOOK_S
+                        await sleep_or_wake(self._clock, pause_s, self._changed)
             except (OSError, RuntimeError) as problem:
                 self._is_running = False
                 self._failures += 1
                 self._warn_once(problem)
                 await self._clock.sleep(_RETRY_S)
-
-    async def _change_within(self, seconds: float) -> None:
-        """Return at a change, or after so many seconds."""
-        change = asyncio.create_task(self._changed.wait())
-        pause = asyncio.create_task(self._clock.sleep(seconds))
-        try:
-            await asyncio.wait((change, pause), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            change.cancel()
-            pause.cancel()
 
     def _look_for_refusals(self) -> None:
         numbers = [self._refusal(host) for host in self._hosts]
