@@ -100,6 +100,7 @@ def build_app(
                 ),
                 metrics=metrics,
                 mono=clock.mono,
+                rng=rng,
             ),
         ],
         exception_handlers={HTTPException: refuse_route},

@@ -1,8 +1,13 @@
 """The HTTP edge: how an error leaves. One of the two borders that translate our errors; the other
 is `wire/status.py`.
 
-Every error leaves as {"error": {"message", "type", "param", "code"}}. An unexpected fault is logged
-here and answered with 500.
+The path decides the body of an error, because each client reads only its own API's:
+
+    /v1/messages...           Anthropic's  {"type": "error", "error": {"type", "message"}}
+    /api/... but /api/v1/...  Ollama's     {"error": "text"}
+    all others                OpenAI's     {"error": {"message", "type", "param", "code"}}
+
+An unexpected fault is logged here and answered with 500.
 
 An answer that comes before the end of its request's body is sent at once, and the rest of the body
 is read and dropped before the answer ends: a connection that is closed with bytes unread is reset
@@ -14,7 +19,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -27,8 +34,16 @@ from kakeya.core import errors
 from kakeya.core.log import event
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.callers import CallerCheck, Forbidden
+from kakeya.gateway.http.request_ids import (
+    client_request_id,
+    id_headers,
+    name_request,
+    request_id,
+)
 
 _log = logging.getLogger(__name__)
+_SHOWN_PATH = 200
+"""Characters of a path in the log."""
 REST_S = 30.0
 """How long the rest of a body is read behind an answer."""
 REST_QUIET_S = 5.0
@@ -54,14 +69,23 @@ class BodyTimeout(errors.KakeyaError):
     retryable = True
 
 
-_KIND_BY_STATUS = {
+_OPENAI_TYPES = {
+    401: "authentication_error",
     403: "permission_error",
-    404: "invalid_request_error",
     429: "rate_limit_error",
-    500: "server_error",
-    502: "server_error",
-    503: "server_error",
-    504: "server_error",
+    **dict.fromkeys((500, 502, 503, 504), "server_error"),
+}
+"""`type` of an error by its status; "invalid_request_error" for all others."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 STATUS_BY_ERROR: dict[type[errors.KakeyaError], int] = {
     errors.InvalidArgument: 400,
@@ -92,18 +116,40 @@ def status_of(error: errors.KakeyaError) -> int:
     return next(STATUS_BY_ERROR[kind] for kind in type(error).__mro__ if kind in STATUS_BY_ERROR)
 
 
-def error_body(message: str, status: int, *, code: str, param: str | None = None) -> bytes:
-    """The error envelope. ASCII, because a message may quote what UTF-8 cannot carry."""
-    kind = _KIND_BY_STATUS.get(status, "invalid_request_error")
-    return json.dumps(
-        {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    ).encode()
+ErrorFormat = Literal["openai", "anthropic", "ollama"]
 
 
-def envelope(error: errors.KakeyaError) -> bytes:
-    """The error envelope of one of our errors."""
+def error_format(path: str) -> ErrorFormat:
+    """The API whose errors the clients of a path read."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return "anthropic"
+    if path.startswith("/api/") and not path.startswith("/api/v1/"):
+        return "ollama"
+    return "openai"
+
+
+def error_body(
+    message: str, status: int, *, code: str, param: str | None = None, path: str = ""
+) -> bytes:
+    """The body of an error to the clients of a path. ASCII, because a message may quote what UTF-8
+    cannot carry."""
+    body: dict[str, object]
+    match error_format(path):
+        case "anthropic":
+            kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+            body = {"type": "error", "error": {"type": kind, "message": message}}
+        case "ollama":
+            body = {"error": message}
+        case "openai":
+            kind = _OPENAI_TYPES.get(status, "invalid_request_error")
+            body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return json.dumps(body).encode()
+
+
+def envelope(error: errors.KakeyaError, path: str = "") -> bytes:
+    """The body of one of our errors to the clients of a path, also for an event of a stream."""
     param = error.param if isinstance(error, errors.InvalidArgument) else None
-    return error_body(error.message, status_of(error), code=error.code, param=param)
+    return error_body(error.message, status_of(error), code=error.code, param=param, path=path)
 
 
 async def send_json(
@@ -130,6 +176,7 @@ class Edge:
         admission: CallerCheck,
         metrics: HttpMetrics,
         mono: Callable[[], float],
+        rng: random.Random,
         rest_s: float = REST_S,
     ) -> None:
         self._app = app
@@ -137,18 +184,22 @@ class Edge:
         self._admission = admission
         self._metrics = metrics
         self._mono = mono
+        self._rng = rng
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(receive, send, self._rest_s)
+        name_request(scope, self._rng)
+        exchange = _Exchange(receive, send, self._rest_s, lambda: id_headers(scope))
         began_mono = self._mono()
         try:
             await self._serve(scope, exchange)
         finally:
-            self._metrics.answered(scope, exchange.status, self._mono() - began_mono)
+            seconds = self._mono() - began_mono
+            self._metrics.answered(scope, exchange.status, seconds)
+            _log_answer(scope, exchange.status, seconds)
 
     async def _serve(self, scope: Scope, send: _Exchange) -> None:
         try:
@@ -158,28 +209,43 @@ class Edge:
             return
         except asyncio.CancelledError:  # the server stops and the grace is over
             if not send.is_started:
-                await send_error(send, stopping())
+                await send_error(send, stopping(), scope["path"])
             raise
         except errors.KakeyaError as error:
             if send.is_started:
                 raise
-            await send_error(send, error)
+            await send_error(send, error, scope["path"])
         except Exception as fault:  # the HTTP edge: no fault may end the server
-            path = scope["path"]
-            event(_log, "request failed", level=logging.ERROR, path=path, error=repr(fault))
+            path, asked = scope["path"], request_id(scope)
+            event(
+                _log,
+                "request failed",
+                level=logging.ERROR,
+                path=path,
+                request_id=asked,
+                error=repr(fault),
+            )
             _log.debug("traceback", exc_info=fault)
             if send.is_started:
                 raise
-            message = "internal error; the node's log tells more"
-            await send_json(send, 500, error_body(message, 500, code="internal"))
+            message = f"internal error; the node's log tells more of {asked}"
+            await send_json(send, 500, error_body(message, 500, code="internal", path=path))
 
 
 class _Exchange:
     """The send and the receive of one request; knows how far its answer and its body are."""
 
-    __slots__ = ("_is_read", "_receive", "_rest_s", "_send", "is_started", "status")
+    __slots__ = ("_headers", "_is_read", "_receive", "_rest_s", "_send", "is_started", "status")
 
-    def __init__(self, receive: Receive, send: Send, rest_s: float) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        rest_s: float,
+        headers: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """`headers` are those that every answer has; an answer's own of the same name win."""
+        self._headers = headers
         self._receive = receive
         self._send = send
         self._rest_s = rest_s
@@ -198,6 +264,11 @@ class _Exchange:
         if not self.is_started:
             self.is_started = True
             self.status = message["status"]
+            own = list(message.get("headers", ()))
+            names = {name.lower() for name, _ in own}
+            more = ((name.encode(), value.encode()) for name, value in self._headers().items())
+            own += [field for field in more if field[0] not in names]
+            message = {**message, "headers": own}
         elif not self._is_read and not message.get("more_body", False):
             await self._send({**message, "more_body": True})
             if not await self._read_rest():
@@ -216,22 +287,39 @@ class _Exchange:
         return True
 
 
+def _log_answer(scope: Scope, status: int, seconds: float) -> None:
+    """Write a line for a request: told at the usual level for what makes the node work."""
+    given = client_request_id(scope)
+    event(
+        _log,
+        "answered",
+        level=logging.INFO if scope["method"] == "POST" else logging.DEBUG,
+        method=scope["method"],
+        path=scope["path"][:_SHOWN_PATH],
+        status=status,
+        seconds=seconds,
+        request_id=request_id(scope),
+        **({"client_request_id": given} if given else {}),
+    )
+
+
 def stopping() -> errors.PeerUnavailable:
     """The error of a request that the end of this node cuts off."""
     return errors.PeerUnavailable("this node is stopping")
 
 
-async def send_error(send: Send, error: errors.KakeyaError) -> None:
-    """Answer with one of our errors."""
+async def send_error(send: Send, error: errors.KakeyaError, path: str) -> None:
+    """Answer a request for a path with one of our errors."""
     status = status_of(error)
     headers = {}
     is_hopeless = isinstance(error, errors.MemoryRefused) and error.retry_after_s is None
     if status in (429, 503) and not is_hopeless:
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         headers["retry-after"] = str(max(1, round(seconds)))
+        headers["retry-after-ms"] = str(max(1, round(seconds * 1000)))
     if status == 408:
         headers["connection"] = "close"
-    await send_json(send, status, envelope(error), headers)
+    await send_json(send, status, envelope(error, path), headers)
 
 
 def _near_path(request: Request) -> str:
@@ -256,7 +344,7 @@ async def refuse_route(request: Request, error: Exception) -> Response:
         405: (f"{asked} is not allowed; allowed is {allowed}", "method_not_allowed"),
     }.get(error.status_code, (error.detail, "http_error"))
     return Response(
-        error_body(message, error.status_code, code=code),
+        error_body(message, error.status_code, code=code, path=request.url.path),
         error.status_code,
         headers=error.headers,
         media_type="application/json",

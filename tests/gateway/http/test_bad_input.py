@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import random
 import threading
 
 import httpx
@@ -618,7 +619,13 @@ async def test_a_request_is_judged_by_the_address_of_its_own_connection() -> Non
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
 
-    edge = Edge(app, admission=CallerCheck(), metrics=HttpMetrics(tuple), mono=lambda: 0.0)
+    edge = Edge(
+        app,
+        admission=CallerCheck(),
+        metrics=HttpMetrics(tuple),
+        mono=lambda: 0.0,
+        rng=random.Random(1),
+    )
     for own, status in (("192.0.2.7", 200), ("192.0.2.9", 403)):
         sent: list[Message] = []
 
