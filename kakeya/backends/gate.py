@@ -8,7 +8,7 @@ fairly among clients (`generation/fair_bound.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kakeya.generation.fair_bound import FairBound
@@ -20,12 +20,21 @@ class Gate:
     During a hold no request gets in: new ones wait.
     """
 
-    def __init__(self, name: str, *, max_running: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_running: int,
+        max_waiting: int,
+        on_entry: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_entry` is called for each request that gets in."""
         self._name = name
         self._max_running = max_running
         self._crowd = FairBound(max_running + max_waiting)
         self._is_open = asyncio.Event()
         self._is_open.set()
+        self._on_entry = on_entry
         self._inside = 0
         self._outside = 0
 
@@ -59,6 +68,7 @@ class Gate:
         with self._crowd.member(client, user, full):
             await self._pass()
             self._inside += 1
+            self._on_entry()
             try:
                 yield
             finally:

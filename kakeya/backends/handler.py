@@ -12,7 +12,9 @@ import logging
 from collections.abc import Mapping
 
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.guard import GuardedEngine
 from kakeya.backends.engine.kv_lender import most_kv_bytes
+from kakeya.backends.engine.lease import EngineLease
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.engines import Engines
 from kakeya.backends.sizes import LeaseSize, Lent
@@ -55,13 +57,16 @@ class EngineHandler:
         """Start a child and wait until it serves. Raises PeerUnavailable if it was given up."""
         model = self._engines.get(model_key)
         backend = self._engines.make(model_key)
+        key = ResidentKey(model.capability, model_key)
+        load = GuardedEngine(key, EngineLease(backend, self._sizes[model_key].bytes))
         model.opened(backend)
         try:
-            await backend.start()
-            await backend.ready(self._start_timeout_s)
-            lent = await self._lend(model_key, backend, model.capability)
-            await self._bound(ResidentKey(model.capability, model_key), backend, lent)
-            facts = await backend.ready(self._start_timeout_s)
+            with self._watch.guard.loading(load):
+                await backend.start()
+                await backend.ready(self._start_timeout_s)
+                lent = await self._lend(model_key, backend, model.capability)
+                await self._bound(key, backend, lent)
+                facts = await backend.ready(self._start_timeout_s)
         except BaseException as problem:
             model.closed()
             if isinstance(problem, Exception):

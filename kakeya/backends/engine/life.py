@@ -151,6 +151,7 @@ class EngineLife:
             f"model {spec.model_id}",
             max_running=options.max_running,
             max_waiting=options.max_waiting,
+            on_entry=lambda: self.on_work(),
         )
         self._clock = clock
         self._on_change = on_change
@@ -164,6 +165,8 @@ class EngineLife:
         self.limits = EngineMemoryLimits()
         """The bounds that each engine gets before it serves."""
         self.kv_source: KvSource = NoKvSource()
+        self.on_work: Callable[[], None] = lambda: None
+        """Called at the start of each child and of each request."""
         self.state = ModelState.LOADING
         self.last_error = ""
         """The reason of FAILED or RESTARTING, in one sentence; "" otherwise."""
@@ -280,6 +283,7 @@ class EngineLife:
             lend=lambda want: self.kv_source.lend(want),
         )
         self.pid = process.pid
+        self.on_work()
         self._process = process
         self._is_asked_to_end = False
         watch = asyncio.create_task(self._attend(process, client), name=f"attend {self.model_id}")

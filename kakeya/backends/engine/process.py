@@ -8,7 +8,6 @@ end-of-file and exits. The lines of its stdout and stderr go into the agent's lo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Self
 from kakeya.backends.engine.restart import Exit
 from kakeya.core.errors import ConfigError
 from kakeya.core.log import event
+from kakeya.core.process import signal_group
 from kakeya.generation.progress import LoadProgress
 
 _log = logging.getLogger("kakeya.child")
@@ -164,9 +164,7 @@ class EngineProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:
-            # macOS refuses a group of which each process has ended and none was waited for yet.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+            signal_group(self._process.pid, number)
 
     async def _relay_output(self) -> None:
         if self._process.stdout is None:

@@ -39,7 +39,7 @@ from kakeya.backends.engine.lease import EngineLease
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.log import event
-from kakeya.core.process import resident_bytes
+from kakeya.core.process import resident_bytes, signal_group
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.core.units import MIB
 from kakeya.generation.facts import Footprint
@@ -56,7 +56,7 @@ REST_S = 20.0
 sooner, mostly."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Watched(GuardedEngine):
     """One engine under watch."""
 
@@ -129,6 +129,7 @@ class EngineWatch:
         rules: EscalationRules | None = None,
         poll_s: float = POLL_S,
         resident: Callable[[int], int | None] = resident_bytes,
+        kill: Callable[[int], None] = signal_group,
     ) -> None:
         self._arbiter = arbiter
         self._clock = clock
@@ -138,11 +139,7 @@ class EngineWatch:
         self._watched: dict[str, _Watched] = {}
         self._tasks = Supervisor(clock)
         self.guard = EngineGuard(
-            arbiter,
-            clock,
-            engines=self._watched.values,
-            end=self._end_now,
-            resident=resident,
+            arbiter, clock, ended=self._ended_by_guard, resident=resident, kill=kill
         )
 
     async def __aenter__(self) -> Self:
@@ -183,12 +180,14 @@ class EngineWatch:
         )
         self._watched[model_id] = watched
         self._arbiter.add_tenant(EngineKvTenant(watched))
+        self.guard.add(watched)
 
     def detach(self, model_id: str) -> None:
         """Stop watching a model's engine; an unknown one is ignored."""
         watched = self._watched.pop(model_id, None)
         if watched is None:
             return
+        self.guard.remove(watched)
         self._arbiter.remove_tenant(tenant_name(model_id))
         watched.footprint = None
         watched.lease.backend.resume()  # the engine may be draining, and no other code resumes it
@@ -308,11 +307,14 @@ class EngineWatch:
             return self._is_watched(watched)
         return False
 
-    def _end_now(self, guarded: GuardedEngine, why: str) -> None:
-        watched = self._watched[guarded.key.model_key]
-        watched.resident_bytes, watched.guarded_bytes = watched.guarded_bytes, 0
-        watched.killed = watched.guarded
-        self._do(watched, KillIt(why))
+    def _ended_by_guard(self, engine: GuardedEngine, occupied: int, why: str) -> None:
+        watched = self._watched.get(engine.key.model_key)
+        if watched is engine:
+            watched.resident_bytes = occupied
+            self._do(watched, KillIt(why))
+        else:  # it loads
+            engine.lease.backend.kill(why)
+            self._arbiter.tell(EngineKilled(key=engine.key, bytes=occupied, reason=why))
 
     def _do(self, watched: _Watched, step: Step) -> None:
         backend, key = watched.lease.backend, watched.key
@@ -367,6 +369,7 @@ class EngineWatch:
                 max(0, counted),
                 unfilled_bytes=min(max(0, counted), max(0, lease - occupied)),
             )
+        self.guard.tell(watched)  # before the engine learns of a larger lease
 
     def _note(self, watched: _Watched, what: str, reason: str) -> None:
         watched.steps[what] += 1

@@ -15,9 +15,7 @@ import pytest
 
 from kakeya.backends.engine import watch
 from kakeya.backends.engine.backend import EngineBackend
-from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.escalation import EscalationRules, Stage
-from kakeya.backends.engine.guard import GUARD_S
 from kakeya.backends.engine.kv_lender import most_kv_bytes
 from kakeya.backends.engine.lease import with_copy
 from kakeya.backends.engine.watch import EngineWatch, tenant_name
@@ -36,7 +34,6 @@ from kakeya.memory.machine.pressure import FootprintPressure as PressureSight
 from kakeya.memory.machine.pressure import Reading
 from kakeya.memory.pressure_sources import footprint
 from tests.backends.engine.test_backend import FAST, is_alive
-from tests.fakes import FakeClock
 from tests.mlx.random_models import write_model
 
 MIB = 1 << 20
@@ -545,91 +542,3 @@ async def test_an_engine_that_grows_without_end_is_killed_before_the_machine_is_
         assert budget < told.bytes, "not before it is beyond the budget"
         assert "beyond its lease" in told.reason
         assert here.backend.pid not in (None, first)
-
-
-class Guarded:
-    """The guard over an engine of which a test says all: what it occupies, whether it answers."""
-
-    def __init__(self, lease: int, budget: int) -> None:
-        self.clock, self.occupied, self.is_alive = FakeClock(), 0, True
-        self.killed: list[str] = []
-        self.pid = 7
-        self.limits = EngineMemoryLimits()
-        self.arbiter = MemoryArbiter(budget=budget, clock=self.clock)
-        self.watch = EngineWatch(self.arbiter, self.clock, resident=lambda _: self.occupied)
-        self.watch.attach("toy", self, lease)  # type: ignore[arg-type]
-
-    def kill(self, cause: str) -> None:
-        self.killed.append(cause)
-
-    def resume(self) -> None:
-        pass
-
-    async def answers(self, timeout_s: float) -> bool:
-        return self.is_alive
-
-    async def grow(self, *sizes: int, every_s: float = GUARD_S) -> list[str]:
-        """What it was killed for once it has had these sizes."""
-        for size in sizes:
-            self.occupied = size
-            await self.watch.guard.check_growth()
-            self.clock.advance(every_s)
-        return self.killed
-
-    async def ask(self) -> list[str]:
-        await self.watch.guard.check_silence(self.watch._watched["toy"])
-        return self.killed
-
-
-async def test_an_engine_that_only_is_large_is_left_to_the_escalation() -> None:
-    """Its lease was too small; an end would help nothing. Growth within the budget is no danger."""
-    here = Guarded(500, 1000)
-    assert not await here.grow(600, 900, 940)
-    assert len(await here.grow(1400)) == 1
-    assert len(await here.grow(1500, 1600)) == 1, "it ends already"
-    large = Guarded(500, 1000)
-    large.arbiter.set_budget(4000)
-    await large.grow(1400)
-    large.clock.advance(60)
-    large.arbiter.set_budget(1000)
-    assert not await large.grow(1400, 1400, 1401)
-
-
-async def test_memory_that_comes_and_goes_beyond_the_budget_is_no_growth() -> None:
-    here = Guarded(500, 2000)
-    await here.grow(*(1100, 1300) * 10)
-    here.arbiter.set_budget(1000)
-    assert not await here.grow(*(1100, 1300) * 10)
-
-
-async def test_slow_growth_beyond_the_budget_ends_it_before_a_twentieth_is_passed() -> None:
-    here = Guarded(500, 1000)
-    size = 900
-    while not await here.grow(size):
-        size += 2  # 4 % of its lease a second
-    assert size <= 1050
-
-
-async def test_idle_kv_that_counts_for_its_own_counts_once() -> None:
-    here = Guarded(500, 1000)
-    watched = here.watch._watched["toy"]
-    watched.footprint = Footprint(resident_bytes=500, idle_kv_bytes=300)
-    here.limits, watched.parted_bytes = EngineMemoryLimits(kv_bytes=300), 300
-    here.arbiter.grown(tenant_name("toy"))
-    assert here.arbiter.status().committed_bytes == 300
-    assert not await here.grow(600, 900, 990), "300 of these are the tenant's"
-    assert len(await here.grow(1010)) == 1
-
-
-async def test_an_engine_that_hangs_is_killed_beyond_the_budget_and_probed_within_it() -> None:
-    here = Guarded(500, 2000)
-    here.is_alive = False
-    await here.grow(1100, every_s=60)
-    assert not await here.ask()
-    here.arbiter.set_budget(1000)
-    assert not await here.grow(1100)
-    here.is_alive = True
-    assert not await here.ask()
-    here.is_alive = False
-    (why,) = await here.ask()
-    assert "answered nothing for 0.8 s" in why
