@@ -4,7 +4,8 @@
     POST /v1/chat/completions            OpenAI chat, streamed or not
     POST /v1/completions                 OpenAI completions, streamed or not
     POST /v1/precache                    warm a prefix before a request needs it
-    GET  /healthz                        200 while the process lives
+    GET  /                               two lines for a person: the version, where to read on
+    GET  /healthz, /health               200 while the process lives
     GET  /readyz                         200 when the default model serves (or, on a node that
                                          only drafts, all that draft), else 503 and why
     GET  /metrics                        Prometheus
@@ -18,14 +19,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+import kakeya
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
@@ -67,7 +70,11 @@ def build_app(
     does not serve now, "" while it does.
     `texts` are shared with other parts of the node; None = the application makes its own.
     """
-    metrics = HttpMetrics(figures, lambda: [one.model_id for one in directory.verifiers()])
+    metrics = HttpMetrics(
+        figures,
+        lambda: [one.model_id for one in directory.verifiers()],
+        most_running=limits.generations,
+    )
     texts = texts or Texts(clock.wall)
     generations = Generations(
         directory,
@@ -143,7 +150,9 @@ class Gateway:
             Route("/v1/precache", self._precache, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model_id:path}", self.describe_model),
+            Route("/", self.greet),
             Route("/healthz", self.health),
+            Route("/health", self.health),
             Route("/readyz", self.readiness),
             Route("/metrics", self.metrics),
             Route("/api/v1/status", self.node_status),
@@ -158,19 +167,31 @@ class Gateway:
         models = list(bodies.values())
         for one in self._directory.adapted(client_of(request.scope)):
             base = bodies.get(one.parent, {})
-            models.append(base | {"id": one.model_id, "parent": one.parent})
-        return _json({"object": "list", "data": models})
+            own = {"id": one.model_id, "display_name": one.model_id, "parent": one.parent}
+            models.append(base | own)
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
+        pages = {"has_more": False, "first_id": None, "last_id": None, **ends}
+        return _json({"object": "list", "data": models, **pages})
 
     async def describe_model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
+        if not request.path_params["model_id"]:
+            raise HTTPException(404)  # the router's words name the path without the slash
         client = client_of(request.scope)
         found = self._generations.find(request.path_params["model_id"], client)
         adapted = self._directory.adapted(client) if ":" in found.model_id else ()
         parents = [{"parent": one.parent} for one in adapted if one.model_id == found.model_id]
         return _json(await self._model_body(found) | (parents[0] if parents else {}))
 
+    async def greet(self, request: Request) -> Response:
+        """GET /."""
+        return PlainTextResponse(
+            f"Kakeya {kakeya.__version__}: language models, at /v1 in OpenAI's dialect.\n"
+            "Models: /v1/models. Is it ready: /readyz. Of the fleet: /api/v1/status.\n"
+        )
+
     async def health(self, request: Request) -> Response:
-        """GET /healthz."""
+        """GET /healthz, /health."""
         return _json({"status": "ok"})
 
     async def readiness(self, request: Request) -> Response:
@@ -217,14 +238,21 @@ class Gateway:
         context = facts and (facts.longest_tokens or facts.context_tokens)
         abilities = text and ["completion", *(["chat"] if text.has_chat_template else [])]
         return {
+            # One body: `object` and `created` for OpenAI's clients; `type`, `display_name` and
+            # `created_at` for Anthropic's.
             "id": model.model_id,
             "object": "model",
+            "type": "model",
+            "display_name": model.model_id,
             "created": self._created_at,
+            "created_at": datetime.fromtimestamp(self._created_at, UTC).isoformat(),
             "owned_by": "kakeya",
             # Clients look for the context under one of three names. None before the first load.
             "context_length": context,
             "max_model_len": context,
             "max_context_length": context,
+            "max_output_tokens": context,  # of an empty prompt: both share the context
+            "modalities": {"input": ["text"], "output": ["text"]},
             "state": model.state.value,
             "role": "verifier",
             "quantization": facts and (facts.quantization or facts.dtype),

@@ -19,15 +19,17 @@ from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 from kakeya.core.figures import Durations, Figure
+from kakeya.generation.fair_bound import RETRY_S
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ROUTES = frozenset(
     {"/v1/models", "/v1/chat/completions", "/v1/completions", "/healthz", "/readyz", "/metrics"}
+    | {"/", "/health"}
     | {"/v1/precache", "/api/v1/fleet", "/api/v1/status"}
 )
 _ONE_MODEL, _OTHER = "/v1/models/{id}", "other"
 STATUSES = tuple(
-    map(str, (200, 400, 403, 404, 405, 408, 409, 413, 415, 429, 499, 500, 502, 503, 504))
+    map(str, (200, 204, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 499, 500, 502, 503, 504))
 )
 """The statuses of answers, and 499."""
 _SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
@@ -51,9 +53,12 @@ class HttpMetrics:
         self,
         figures: Callable[[], Iterable[Figure]],
         models: Callable[[], Iterable[str]] = tuple,
+        most_running: int = 0,
     ) -> None:
-        """`models` are the ids of the models that are served, per scrape."""
+        """`models` are the ids of the models that are served, per scrape; `most_running` is the
+        limit on generations at a time."""
         self._models = models
+        self._most_running = most_running
         registry = CollectorRegistry(auto_describe=False)
         self._registry = registry
         self._requests = Counter(
@@ -101,6 +106,16 @@ class HttpMetrics:
         route = _route(scope["path"])
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
+
+    def rate_headers(self) -> dict[str, str]:
+        """The places for generations, in the headers that OpenAI's clients read."""
+        (running,) = (sample.value for one in self.running.collect() for sample in one.samples)
+        left = max(0, self._most_running - int(running))
+        return {
+            "x-ratelimit-limit-requests": str(self._most_running),
+            "x-ratelimit-remaining-requests": str(left),
+            "x-ratelimit-reset-requests": "0s" if left else f"{RETRY_S:g}s",
+        }
 
     def generation_began(self, model: str, prompt_tokens: int) -> None:
         """Count a prompt."""

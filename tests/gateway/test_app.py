@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import datetime
 
 import openai
 import pytest
@@ -12,6 +13,7 @@ from blockbuster import BlockingError
 from kakeya.backends.engine.process import SocketFolder
 from kakeya.core import errors
 from kakeya.gateway.figures import STATUSES, HttpMetrics
+from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import STATUS_BY_ERROR
 from kakeya.generation.facts import DraftModelState, ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
@@ -34,6 +36,43 @@ async def test_models_are_listed_and_described(folder):
             await served.openai.models.retrieve("nope")
         assert caught.value.code == "model_not_found"
         assert "toy, org/other" in caught.value.message
+
+
+async def test_one_list_of_models_serves_both_kinds_of_sdk(folder):
+    async with serving(ToyModel(folder), ToyModel(folder, "org/other")) as served:
+        body = (await served.http.get("/v1/models")).json()
+        slash = await served.http.get("/v1/models/")
+    assert (body["object"], body["has_more"]) == ("list", False)
+    assert (body["first_id"], body["last_id"]) == ("toy", "org/other")
+    one = body["data"][0]
+    assert (one["object"], one["type"], one["display_name"]) == ("model", "model", "toy")
+    assert datetime.fromisoformat(one["created_at"]).timestamp() == one["created"]
+    assert one["max_output_tokens"] == one["context_length"]
+    assert one["modalities"] == {"input": ["text"], "output": ["text"]}
+    assert slash.status_code == 404
+    assert slash.json()["error"]["message"].endswith("did you mean /v1/models?")
+
+
+async def test_a_node_greets_at_its_root(folder):
+    async with serving(ToyModel(folder)) as served:
+        said = await served.http.get("/")
+        assert (await served.http.head("/")).status_code == 200
+        assert (await served.http.get("/health")).json() == {"status": "ok"}
+    assert said.headers["content-type"].startswith("text/plain")
+    assert said.text.startswith("Kakeya ")
+    assert len(said.text.splitlines()) == 2
+
+
+async def test_an_answer_tells_how_many_places_are_left(folder):
+    limits = HttpLimits(generations=2)
+    async with serving(ToyModel(folder), limits=limits) as served:
+        body = {"model": "toy", "prompt": "a"}
+        headers = (await served.http.post("/v1/completions", json=body)).headers
+        plain = (await served.http.get("/v1/models")).headers
+    told = {name: headers[f"x-ratelimit-{name}-requests"] for name in ("limit", "remaining")}
+    assert told == {"limit": "2", "remaining": "1"}
+    assert headers["x-ratelimit-reset-requests"] == "0s"
+    assert "x-ratelimit-limit-requests" not in plain
 
 
 async def test_a_chat_answers_with_text_reason_and_usage(folder):
@@ -362,7 +401,7 @@ async def test_an_engine_lost_in_mid_stream_ends_the_stream_with_an_error(folder
 
 
 def test_counters_begin_at_zero_for_each_label_that_can_be() -> None:
-    assert set(STATUSES) == {str(one) for one in (*STATUS_BY_ERROR.values(), 200, 405)}
+    assert set(STATUSES) == {str(one) for one in (*STATUS_BY_ERROR.values(), 200, 204, 405)}
     text = HttpMetrics(tuple, lambda: ["toy"]).text().decode()
     assert 'kakeya_http_requests_total{route="/v1/chat/completions",status="503"} 0.0' in text
     assert 'kakeya_http_requests_total{route="other",status="404"} 0.0' in text

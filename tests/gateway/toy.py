@@ -252,6 +252,7 @@ async def serving(
     limits: HttpLimits = HttpLimits(),  # noqa: B008
     status: Callable[[], Mapping[str, object]] = dict,
     hosts: frozenset[str] = frozenset(),
+    origins: frozenset[str] = frozenset(),
     head_s: float = 5.0,
     proposers: Callable[[], Sequence[DraftModelState]] = tuple,
     unready: Callable[[], str] = str,
@@ -265,6 +266,7 @@ async def serving(
         rng=random.Random(1),
         limits=limits,
         hosts=hosts,
+        origins=origins,
         proposers=proposers,
         unready=unready,
         precache=precache,

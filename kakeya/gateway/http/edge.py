@@ -34,6 +34,7 @@ from kakeya.core import errors
 from kakeya.core.log import event
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.callers import CallerCheck, Forbidden
+from kakeya.gateway.http.cors import cors_headers, is_preflight, preflight_headers
 from kakeya.gateway.http.request_ids import (
     client_request_id,
     id_headers,
@@ -92,6 +93,7 @@ STATUS_BY_ERROR: dict[type[errors.KakeyaError], int] = {
     BodyTooLarge: 413,
     UnsupportedEncoding: 415,
     BodyTimeout: 408,
+    errors.Unauthenticated: 401,
     Forbidden: 403,
     errors.Denied: 403,
     errors.NotFound: 404,
@@ -161,7 +163,11 @@ async def send_json(
         "content-length": str(len(body)),
         **(headers or {}),
     }
-    raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+    await _send_whole(send, status, fields, body)
+
+
+async def _send_whole(send: Send, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
@@ -192,7 +198,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         name_request(scope, self._rng)
-        exchange = _Exchange(receive, send, self._rest_s, lambda: id_headers(scope))
+        exchange = _Exchange(receive, send, self._rest_s, lambda: self._headers(scope))
         began_mono = self._mono()
         try:
             await self._serve(scope, exchange)
@@ -201,9 +207,23 @@ class Edge:
             self._metrics.answered(scope, exchange.status, seconds)
             _log_answer(scope, exchange.status, seconds)
 
+    def _headers(self, scope: Scope) -> dict[str, str]:
+        """The headers of every answer to a request, which an answer's own ones replace."""
+        headers = id_headers(scope)
+        if scope["method"] == "POST":
+            headers |= self._metrics.rate_headers()
+        return headers | cors_headers(scope) if self._is_listed(scope) else headers
+
+    def _is_listed(self, scope: Scope) -> bool:
+        origin = Headers(scope=scope).get("origin")
+        return origin is not None and self._admission.is_listed(origin)
+
     async def _serve(self, scope: Scope, send: _Exchange) -> None:
         try:
             self._admission.check(Headers(scope=scope), (scope.get("server") or ("",))[0])
+            if self._is_listed(scope) and is_preflight(scope):
+                await _send_whole(send, 204, preflight_headers(scope), b"")
+                return
             await self._app(scope, send.receive, send)
         except errors.Cancelled:
             return
@@ -266,7 +286,9 @@ class _Exchange:
             self.status = message["status"]
             own = list(message.get("headers", ()))
             names = {name.lower() for name, _ in own}
-            more = ((name.encode(), value.encode()) for name, value in self._headers().items())
+            more = (
+                (name.encode(), value.encode("latin-1")) for name, value in self._headers().items()
+            )
             own += [field for field in more if field[0] not in names]
             message = {**message, "headers": own}
         elif not self._is_read and not message.get("more_body", False):

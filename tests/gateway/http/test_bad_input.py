@@ -514,7 +514,7 @@ async def test_a_body_that_does_not_come_is_408(folder):
 async def test_routes_and_methods_that_do_not_exist_are_json(folder):
     async with serving(ToyModel(folder)) as served:
         for method, path, status in (
-            ("GET", "/", 404),
+            ("GET", "/no", 404),
             ("POST", "/v1/embeddings", 404),
             ("GET", "/v1/models/", 404),
             ("GET", "/v1/chat/completions", 405),
@@ -568,6 +568,8 @@ async def test_more_generations_than_places_are_told_to_come_again(folder):
         reply = await served.http.post("/v1/completions", json=TEXT)
     assert reply.status_code == 429
     assert int(reply.headers["retry-after"]) >= 1
+    assert int(reply.headers["retry-after-ms"]) >= 1
+    assert reply.headers["x-ratelimit-remaining-requests"] == "0"
     assert envelope(reply.content)["type"] == "rate_limit_error"
 
 
