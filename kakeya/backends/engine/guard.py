@@ -48,7 +48,7 @@ TELL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class EngineAllowance:
     """The bytes of an engine's lease, of the node's budget, and the most that the engine may occupy
     by both: its lease, or all that the budget leaves beside the others, if that is more."""
 
@@ -109,7 +109,7 @@ class GuardedEngine:
     since the spare part may change in between."""
     is_asked: bool = False
     """Whether the guard waits for an answer of the process."""
-    allowance: Allowance = Allowance(0, 0, 0)
+    allowance: EngineAllowance = EngineAllowance(0, 0, 0)
     guarded: int | None = None
     """The process at the guard's last look; `guarded_bytes` is its memory."""
     guarded_bytes: int = 0
@@ -196,7 +196,7 @@ class EngineGuard:
             counted = 0 if resident is None or resident.is_leaving else resident.bytes
             others = ledger.committed_bytes - counted - engine.parted_bytes
             lease, budget = engine.lease.bytes, ledger.budget_bytes
-            engine.allowance = Allowance(lease, max(lease, budget - others), budget)
+            engine.allowance = EngineAllowance(lease, max(lease, budget - others), budget)
 
     def look(self, tell: Callable[[Callable[[], None]], object]) -> float:
         """Measure each engine and kill those that are beyond the budget and grew much in the last

@@ -19,7 +19,7 @@ from kakeya.backends.engine.guard import (
     IDLE_S,
     LOOK_S,
     TELL_S,
-    Allowance,
+    EngineAllowance,
     Growth,
     GuardedEngine,
 )
@@ -204,7 +204,7 @@ def test_memory_that_never_rises_above_its_height_is_no_growth(
 
 
 def test_an_allowance_says_what_is_too_much() -> None:
-    allowance = Allowance(lease_bytes=300, most_bytes=700, budget_bytes=1000)
+    allowance = EngineAllowance(lease_bytes=300, most_bytes=700, budget_bytes=1000)
     assert not allowance.excess(700)
     assert allowance.excess(701) == (
         "grew to 701 B, beyond its lease of 300 B and the budget of 1000 B"
