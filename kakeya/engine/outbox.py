@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 
 from kakeya.core.errors import KakeyaError
 from kakeya.generation.engine_wire import frames_to_wire
@@ -92,11 +93,11 @@ class Outbox:
     def _drain(self) -> list[EngineFrame]:
         """Take all frames; committed tokens that follow each other become one frame."""
         frames: list[EngineFrame] = []
-        tokens: list[int] = []
+        tokens: list[Tokens] = []
         while self._frames:
             frame = self._frames.popleft()
             if isinstance(frame, Tokens):
-                tokens += frame.token_ids
+                tokens.append(frame)
                 continue
             if isinstance(frame, KakeyaError):
                 if not tokens and not frames:
@@ -106,12 +107,20 @@ class Outbox:
                 self._hurry()
                 break
             if tokens:
-                frames.append(Tokens(token_ids=tuple(tokens)))
+                frames.append(_joined(tokens))
                 tokens = []
             frames.append(frame)
         if tokens:
-            frames.append(Tokens(token_ids=tuple(tokens)))
+            frames.append(_joined(tokens))
         return frames
+
+
+def _joined(frames: Sequence[Tokens]) -> Tokens:
+    """Frames that follow each other as one."""
+    return Tokens(
+        token_ids=tuple(chain.from_iterable(frame.token_ids for frame in frames)),
+        logprobs=tuple(chain.from_iterable(frame.logprobs for frame in frames)),
+    )
 
 
 def _can_wait(frame: EngineFrame) -> bool:

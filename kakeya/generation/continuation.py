@@ -1,9 +1,10 @@
 """One generation across several engines: the tokens committed so far, and the rest to ask for.
 
 An engine may die in the middle. The tokens that it streamed are committed; the next engine gets
-the history with these tokens appended, the rest of the budget and the same seed. Noise is keyed by
-position, so the tokens are the same as without the death. The deadline is for the first token: it
-goes on over a death before that token, and an engine after it gets none.
+the history with these tokens appended, the length of the prompt in it, the rest of the budget and
+the same seed. Noise is keyed by position, and grammar and penalties are functions of the tokens
+before a position, so the tokens are the same as without the death. The deadline is for the first
+token: it goes on over a death before that token, and an engine after it gets none.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Continuation:
             self._request,
             deadline_s=None,
             token_ids=[*self._request.token_ids, *self._committed],
+            prompt_tokens=self._request.prompt_tokens or len(self._request.token_ids),
             max_tokens=self._request.max_tokens - len(self._committed),
         )
 

@@ -28,6 +28,7 @@ from kakeya.generation.frames import (
     Progress,
     SourceUsage,
     StopReason,
+    TokenLogprob,
     Tokens,
     Usage,
 )
@@ -139,7 +140,18 @@ _OFFER = _Pair(
     },
     forms={"blocks": _each(_KV_PAGES), "exports": _each(_KV_PAGES)},
 )
-_SAMPLING = _Pair(Sampling, pb.DecodeRequest, forms={"top_p": _or(1.0)})
+_SAMPLING = _Pair(
+    Sampling,
+    pb.DecodeRequest,
+    forms={
+        "top_p": _or(1.0),
+        "repetition_penalty": _or(1.0),
+        "logit_bias": (
+            lambda pairs: [pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs],
+            lambda messages: tuple((each.token_id, each.bias) for each in messages),
+        ),
+    },
+)
 _SOURCE = _Pair(
     DraftSource,
     pb.DraftSource,
@@ -157,6 +169,7 @@ _REQUEST = _Pair(
         "token_ids": "token_ids_le32",
         "deadline_s": "deadline_seconds",
         "frame_s": "frame_ms",
+        "top_logprobs": "logprobs",
     },
     forms={
         "token_ids": (pack_ids, ids_from_wire),
@@ -168,6 +181,10 @@ _REQUEST = _Pair(
             lambda seconds: seconds or None,
         ),
         "frame_s": (lambda seconds: round(1000 * seconds), lambda ms: ms / 1000),
+        "top_logprobs": (
+            lambda count: 0 if count is None else 1 + count,
+            lambda raw: raw - 1 if raw else None,
+        ),
     },
     apart={"sampling", "kv", "kv_retention"},
 )
@@ -262,7 +279,7 @@ def frames_from_wire(message: pb.DecodeResponse) -> Iterator[EngineFrame]:
 def _frame_to_wire(frame: EngineFrame) -> pb.DecodeResponse:
     match frame:
         case Tokens():
-            return pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=frame.token_ids))
+            return pb.DecodeResponse(tokens=_tokens_to_wire(frame))
         case Progress():
             return pb.DecodeResponse(progress=_PROGRESS.to_wire(frame))
         case KvImported():
@@ -283,8 +300,7 @@ def _frame_to_wire(frame: EngineFrame) -> pb.DecodeResponse:
 def _frame_from_wire(response: pb.DecodeResponse) -> EngineFrame | None:
     match response.WhichOneof("frame"):
         case "tokens":
-            token_ids = tuple(response.tokens.token_ids)
-            return Tokens(token_ids=token_ids) if token_ids else None
+            return _tokens_from_wire(response.tokens) if response.tokens.token_ids else None
         case "progress":
             return _PROGRESS.from_wire(response.progress)
         case "imported":
@@ -301,6 +317,24 @@ def _frame_from_wire(response: pb.DecodeResponse) -> EngineFrame | None:
             return _done_from_wire(response.done)
         case None:
             return None
+
+
+def _tokens_to_wire(frame: Tokens) -> pb.CommittedTokens:
+    message = pb.CommittedTokens(token_ids=frame.token_ids)
+    for each in frame.logprobs:
+        ids, values = zip(*each.top, strict=True) if each.top else ((), ())
+        message.logprobs.add(logprob=each.logprob, top_ids=ids, top_logprobs=values)
+    return message
+
+
+def _tokens_from_wire(message: pb.CommittedTokens) -> Tokens:
+    logprobs = tuple(
+        TokenLogprob(
+            logprob=each.logprob, top=tuple(zip(each.top_ids, each.top_logprobs, strict=True))
+        )
+        for each in message.logprobs
+    )
+    return Tokens(token_ids=tuple(message.token_ids), logprobs=logprobs)
 
 
 def _done_from_wire(message: pb.DecodeDone) -> Done:

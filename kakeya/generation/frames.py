@@ -66,10 +66,25 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The log probability of a token, and the most likely tokens at its place with theirs.
+
+    Natural logarithms of the model's own distribution, to which no penalty, bias, grammar or
+    temperature was applied. `top` begins with the most likely token; at equal probability the
+    lowest id comes first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens that one step committed, in order; never empty."""
+    """Tokens that one step committed, in order; never empty. `logprobs` has one for each token, or
+    none where the request asked for none."""
 
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

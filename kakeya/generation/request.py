@@ -17,6 +17,11 @@ MAX_PROMPT_TOKENS = 128 * 1024
 COLDEST = 1e-30
 """Below it logits / T would overflow float32; long before, the noise has no weight any more."""
 
+MOST_PENALTY = 2
+"""Of presence and frequency, as OpenAI bounds them."""
+MOST_BIAS = 100
+MOST_TOP_LOGPROBS = 20
+
 
 class ContextLengthExceeded(InvalidArgument):
     """Prompt and output do not fit into the model's context."""
@@ -30,7 +35,12 @@ class Sampling:
 
     The same seed gives the same tokens with or without drafts and after a failover, because noise
     is keyed by (seed, position). `top_p` 1, `top_k` 0 and `min_p` 0 keep the whole vocabulary;
-    `min_p` drops the tokens less likely than this part of the most likely one. Raises
+    `min_p` drops the tokens less likely than this part of the most likely one.
+
+    `presence_penalty` is subtracted from the logit of each generated token, `frequency_penalty` as
+    often as the token was generated. `repetition_penalty` divides a positive logit of a token of
+    the prompt or the answer, and multiplies a negative one. `logit_bias` is added: (token id, bias)
+    for each token that has one. The order is in `kakeya.decoding.processors`. Raises
     InvalidArgument that names a field out of its range.
     """
 
@@ -39,6 +49,10 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, is_right, right in (
@@ -50,9 +64,39 @@ class Sampling:
             ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in 0..1 (0 drops no token)"),
+            (
+                "presence_penalty",
+                self.presence_penalty,
+                -MOST_PENALTY <= self.presence_penalty <= MOST_PENALTY,
+                f"in -{MOST_PENALTY}..{MOST_PENALTY} (0 = none)",
+            ),
+            (
+                "frequency_penalty",
+                self.frequency_penalty,
+                -MOST_PENALTY <= self.frequency_penalty <= MOST_PENALTY,
+                f"in -{MOST_PENALTY}..{MOST_PENALTY} (0 = none)",
+            ),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                0 < self.repetition_penalty < math.inf,
+                "finite and above 0 (1 = none)",
+            ),
         ):
             if not is_right:
                 raise InvalidArgument(f"{name} is {value:g}, it must be {right}", param=name)
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        for token_id, bias in self.logit_bias:
+            if token_id < 0 or not -MOST_BIAS <= bias <= MOST_BIAS:
+                raise InvalidArgument(
+                    f"logit_bias of token {token_id} is {bias:g}: ids are not below 0, and a bias "
+                    f"must be in -{MOST_BIAS}..{MOST_BIAS}",
+                    param="logit_bias",
+                )
+        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidArgument("logit_bias names a token twice", param="logit_bias")
 
     @property
     def is_greedy(self) -> bool:
@@ -103,6 +147,13 @@ class DecodeRequest:
     and the last; 0 = the engine's own time. `cuts` are places of the history, in order, at which
     other prompts are likely to part from it (`kakeya.generation.cuts`). Blocks are kept for
     `kv_retention`.
+
+    The answer follows `grammar`, a text as llguidance takes it; "" = any answer. Where it may not
+    go on, the generation stops with STOP_TOKEN. Of `token_ids` the first `prompt_tokens` are the
+    prompt, 0 = all; the others are the answer so far, which grammar and penalties take for
+    generated. `top_logprobs` asks for the log probability of each token, and of so many of the most
+    likely ones at its place; None = for none. Where `draft_sources` is not empty, the tokens that
+    the grammar forces are drafted too.
     """
 
     token_ids: Sequence[int]
@@ -120,6 +171,9 @@ class DecodeRequest:
     kv: KvExchange | None = None
     cuts: tuple[int, ...] = ()
     kv_retention: Retention = Retention.LONG
+    grammar: str = ""
+    prompt_tokens: int = 0
+    top_logprobs: int | None = None
 
     def after(self, elapsed_s: float) -> DecodeRequest:
         """The same request `elapsed_s` later, with the rest of its deadline."""
@@ -155,6 +209,21 @@ class DecodeJob(DecodeRequest):
         largest = max(self.token_ids)
         if largest >= vocab_size or min(self.token_ids) < 0:
             raise InvalidArgument(f"token id {largest} is outside the vocabulary of {vocab_size}")
+        for token_id, _ in self.sampling.logit_bias:
+            if token_id >= vocab_size:
+                raise InvalidArgument(
+                    f"logit_bias names token id {token_id}, outside the vocabulary of {vocab_size}",
+                    param="logit_bias",
+                )
+        if not 0 <= self.prompt_tokens <= len(self.token_ids):
+            raise InvalidArgument(
+                f"prompt_tokens is {self.prompt_tokens}, of a history of {len(self.token_ids)}"
+            )
+        if not 0 <= (self.top_logprobs or 0) <= MOST_TOP_LOGPROBS:
+            raise InvalidArgument(
+                f"top_logprobs is {self.top_logprobs}, it must be in 0..{MOST_TOP_LOGPROBS}",
+                param="top_logprobs",
+            )
         if len(self.offer.logits) not in (0, LOGIT_BYTES * vocab_size):
             raise InvalidArgument(
                 f"the logits have {len(self.offer.logits)} bytes, those of a vocabulary of "

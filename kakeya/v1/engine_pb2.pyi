@@ -275,6 +275,13 @@ class DecodeRequest(_message.Message):
     USER_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     KV_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     """The whole history, little-endian uint32 each."""
     max_tokens: _builtins.int
@@ -315,6 +322,20 @@ class DecodeRequest(_message.Message):
     """Tokens less likely than this part of the most likely one are dropped; 0 = none."""
     kv_free_bytes: _builtins.int
     """By so much the KV bound would be raised if it was asked for now, without models leaving for it."""
+    presence_penalty: _builtins.float
+    """Penalties as kakeya/generation/request.py says; a repetition_penalty of 0 means 1."""
+    frequency_penalty: _builtins.float
+    repetition_penalty: _builtins.float
+    grammar: _builtins.str
+    """A grammar that the answer follows, as llguidance takes it; "" = any answer."""
+    prompt_tokens: _builtins.int
+    """The first so many tokens of the history are the prompt, the others the answer so far; 0 = all
+    are the prompt.
+    """
+    logprobs: _builtins.int
+    """0 = log probabilities are not wanted; otherwise 1 and the number of the most likely tokens that
+    are told at each place.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -338,6 +359,8 @@ class DecodeRequest(_message.Message):
         history there. What kv_blocks and kv_exports hold was, and is, computed with these.
         """
 
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]: ...
     def __init__(
         self,
         *,
@@ -365,14 +388,43 @@ class DecodeRequest(_message.Message):
         user: _builtins.str = ...,
         min_p: _builtins.float = ...,
         kv_free_bytes: _builtins.int = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        grammar: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_free_bytes", b"kv_free_bytes", "kv_key", b"kv_key", "logits_le_f32", b"logits_le_f32", "max_tokens", b"max_tokens", "min_p", b"min_p", "park_id", b"park_id", "priority", b"priority", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "user", b"user", "wants_logits", b"wants_logits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "after_load", b"after_load", "client", b"client", "cuts", b"cuts", "deadline_seconds", b"deadline_seconds", "draft_sources", b"draft_sources", "frame_ms", b"frame_ms", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "kv_blocks", b"kv_blocks", "kv_exports", b"kv_exports", "kv_free_bytes", b"kv_free_bytes", "kv_key", b"kv_key", "logit_bias", b"logit_bias", "logits_le_f32", b"logits_le_f32", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "park_id", b"park_id", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32", "top_k", b"top_k", "top_p", b"top_p", "user", b"user", "wants_logits", b"wants_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    bias: _builtins.float
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 
 @_typing.final
 class KvBlock(_message.Message):
@@ -674,20 +726,55 @@ class CommittedTokens(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each token, or none."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommittedTokens: _TypeAlias = CommittedTokens  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """Natural logarithms of the model's own distribution; the most likely token first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class DecodeDone(_message.Message):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import MemoryRefused
 from kakeya.engine.outbox import Outbox
+from kakeya.generation.engine_wire import frames_from_wire
 from kakeya.generation.frames import (
     Done,
     EngineFrame,
@@ -20,6 +21,7 @@ from kakeya.generation.frames import (
     KvImported,
     Progress,
     StopReason,
+    TokenLogprob,
     Tokens,
 )
 from kakeya.v1 import engine_pb2 as pb
@@ -102,6 +104,14 @@ async def test_the_first_tokens_leave_at_once_also_behind_other_frames() -> None
         tokens(2),
     )
     assert await sent(outbox) == ["progress", "exported", "tokens"]
+
+
+async def test_log_probabilities_leave_with_their_tokens() -> None:
+    made = [Tokens(token_ids=(at,), logprobs=(TokenLogprob(logprob=-at),)) for at in range(3)]
+    outbox = await put(*made, DONE)
+    frames = [frame async for message in outbox for frame in frames_from_wire(message)]
+    told = [each for frame in frames if isinstance(frame, Tokens) for each in frame.logprobs]
+    assert told == [TokenLogprob(logprob=-at) for at in range(3)]
 
 
 async def test_the_end_leaves_at_once_with_all_that_was_held_back() -> None:

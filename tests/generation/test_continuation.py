@@ -37,6 +37,7 @@ def test_any_pattern_of_deaths_gives_the_tokens_of_an_undisturbed_run(
             assert (got, done.reason) == (wanted, reason)
             return
         rest = job.rest(1.0)
+        assert rest.token_ids[: rest.prompt_tokens or None] == prompt
         tokens, ended = expected(
             rest.token_ids, rest.max_tokens, sampling=rest.sampling, stop=stop, context=context
         )

@@ -26,6 +26,7 @@ from kakeya.generation.frames import (
     Progress,
     SourceUsage,
     StopReason,
+    TokenLogprob,
     Tokens,
     Usage,
 )
@@ -35,6 +36,7 @@ from kakeya.v1 import engine_pb2 as pb
 
 WHOLE = st.integers(0, 2**32 - 1)
 WORDS = st.text(max_size=6)
+LOGS = st.floats(max_value=0, width=32)
 UNKNOWN_FIELD = b"\xfa\x7f\x03new"
 """Number 2047, a text."""
 
@@ -69,7 +71,14 @@ BY_TYPE: dict[str, st.SearchStrategy] = {
 BY_TYPE["PageRef"] = drawn(PageRef)
 BY_TYPE["tuple[KvPages, ...]"] = tuples(drawn(KvPages))
 BY_TYPE["KvOffer"] = drawn(KvOffer)
-BY_TYPE["Sampling"] = drawn(Sampling, top_p=st.floats(0, 1, exclude_min=True))
+BY_TYPE["Sampling"] = drawn(
+    Sampling,
+    top_p=st.floats(0, 1, exclude_min=True),
+    repetition_penalty=st.floats(0, 3, exclude_min=True),
+    logit_bias=st.dictionaries(WHOLE, st.floats(-100, 100), max_size=3).map(
+        lambda biases: tuple(biases.items())
+    ),
+)
 BY_TYPE["tuple[DraftSource, ...]"] = tuples(
     drawn(DraftSource, kind=st.sampled_from(["ngram", "remote"]))
 )
@@ -80,11 +89,21 @@ JOBS = drawn(
     DecodeJob,
     deadline_s=st.none() | st.floats(1e-6, 1e6),
     frame_s=st.integers(0, 10_000).map(lambda milliseconds: milliseconds / 1000),
+    top_logprobs=st.none() | st.integers(0, 20),
     kv=st.none(),  # both stay in the agent
     kv_retention=st.just(DecodeJob(token_ids=(), max_tokens=0).kv_retention),
 )
 FRAMES = st.one_of(
-    drawn(Tokens, token_ids=tuples(WHOLE, least=1)),
+    st.lists(
+        st.tuples(WHOLE, drawn(TokenLogprob, logprob=LOGS, top=tuples(st.tuples(WHOLE, LOGS))))
+    )
+    .filter(bool)
+    .map(
+        lambda pairs: Tokens(
+            token_ids=tuple(each for each, _ in pairs), logprobs=tuple(each for _, each in pairs)
+        )
+    ),
+    drawn(Tokens, token_ids=tuples(WHOLE, least=1), logprobs=st.just(())),
     *map(drawn, (Progress, Done, KvImported, KvExported, KvPark, HistoryLogits)),
 )
 

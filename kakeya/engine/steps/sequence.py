@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kakeya.core.errors import InvariantBroken, NotFound
+from kakeya.core.errors import InvariantBroken, NotFound, Unsupported
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.draft.decoder import Decoding
 from kakeya.decoding.draft.proposer import Draft
@@ -97,6 +97,7 @@ class SequenceRun:
     def __init__(self, model: Model, tools: SequenceTools, job: DecodeJob) -> None:
         facts = model.facts
         job.check(facts.vocab_size, facts.context_tokens)
+        _refuse_unhonoured(job)
         self._tools = tools
         self._job = job
         self._decoding = Decoding(
@@ -342,6 +343,22 @@ class SequenceRun:
             sources=self._drafting.tallies(),
         )
         return Done(reason=finish, usage=usage)
+
+
+def _refuse_unhonoured(job: DecodeJob) -> None:
+    """Raise Unsupported for a parameter that no step here goes by."""
+    sampling = job.sampling
+    asked = {
+        "presence_penalty": sampling.presence_penalty != 0,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "logit_bias": bool(sampling.logit_bias),
+        "grammar": bool(job.grammar),
+        "top_logprobs": job.top_logprobs is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise Unsupported(f"this engine does not support {name}; leave it out", param=name)
 
 
 def _enter(tools: SequenceTools, adapter_id: str) -> SlottedAdapter | None:
