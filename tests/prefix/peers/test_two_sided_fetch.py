@@ -7,16 +7,18 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from kakeya.backends.engines import engine_command
 from kakeya.core.clock import SystemClock
+from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.cards.convert import from_wire, to_wire
-from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import Sampling
-from kakeya.prefix.names.naming import Naming, PrefixNames
+from kakeya.mlx.findings import Speeds, decode_findings, encode_findings
 from kakeya.prefix.names.pieces import pieces_of
 from kakeya.prefix.pages.counts import Source
 from kakeya.prefix.peers import fetch as peer_fetch
@@ -62,15 +64,13 @@ async def forget(world: Node, prompt: list[int]) -> dict[bytes, bytes]:
     return {block_id: payload for block_id, payload in held.items() if block_id in ours}
 
 
-@pytest.fixture(autouse=True)
-def a_known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine measures its speed when its machine is idle, which it may never be in a test."""
-    make = PrefixNames._make
-
-    def measured(names: PrefixNames, facts: ModelFacts, *said: str) -> Naming | None:
-        return make(names, replace(facts, prefill_tokens_per_second=2000.0), *said)
-
-    monkeypatch.setattr(PrefixNames, "_make", measured)
+def keep_speed(file: Path) -> None:
+    """Have an engine's findings say a speed of prompts: it measures that when its machine is idle,
+    which it may never be in a test."""
+    tokens = KV_BLOCK_TOKENS
+    speeds = Speeds(forwards_s={1: 0.002}, pieces_s={tokens: tokens / 2000.0})
+    found = decode_findings(file.read_bytes())
+    file.write_bytes(encode_findings(replace(found, speeds=speeds)))
 
 
 def drop_pages(world: Node) -> None:
@@ -120,8 +120,15 @@ async def a_peer(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
-    async with node(tmp_path_factory.mktemp("node")) as made:
+    findings = tmp_path_factory.mktemp("findings")
+    command = engine_command("text", findings=findings)
+    async with node(tmp_path_factory.mktemp("earlier"), command=command) as made:
         await made.model.ready(60)
+    (file,) = findings.iterdir()
+    keep_speed(file)
+    async with node(tmp_path_factory.mktemp("node"), command=command) as made:
+        await made.model.ready(60)
+        assert made.model.facts.prefill_tokens_per_second == 2000.0
         yield made
 
 
