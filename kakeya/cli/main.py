@@ -22,6 +22,7 @@ from typing import NoReturn
 from kakeya.cli import adapters as adapter_cli
 from kakeya.cli import cache as cache_cli
 from kakeya.cli import fleet as fleet_cli
+from kakeya.cli import keys as key_cli
 from kakeya.cli import leases as lease_cli
 from kakeya.cli.node_api import NodeApi, find_node
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
@@ -62,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
         return doctor.run(options, folder)
     if options.command == "lease":
         return lease_cli.run(options)
-    for run in (fleet_cli.run, adapter_cli.run, cache_cli.run):
+    for run in (fleet_cli.run, adapter_cli.run, cache_cli.run, key_cli.run):
         status = run(options)
         if status is not None:
             return status
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     adapter_cli.add_parsers(commands)
     cache_cli.add_parsers(commands)
     lease_cli.add_parsers(commands)
+    key_cli.add_parsers(commands)
     doctor = commands.add_parser(
         "doctor",
         help=DOCTOR,

@@ -33,6 +33,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.generation import GenerationRoute, Generations, client_of
+from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
@@ -55,6 +56,7 @@ def build_app(
     limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
     hosts: frozenset[str] = frozenset(),
     origins: frozenset[str] = frozenset(),
+    keys: KeyCheck | None = None,
     figures: Callable[[], Iterable[Figure]] = tuple,
     proposers: Callable[[], Sequence[DraftModelState]] = tuple,
     unready: Callable[[], str] = str,
@@ -65,9 +67,9 @@ def build_app(
 
     `status` gives the body of /api/v1/status; `hosts` are names and addresses, without ports, by
     which callers may reach the node, beside loopback and the connection's own address; `origins`
-    are those of web pages that may call; `figures` gives those of other floors per scrape;
-    `proposers` are the configured models that only draft; `unready` says why the node as a whole
-    does not serve now, "" while it does.
+    are those of web pages that may call; `keys` say which callers need an API key, None = none;
+    `figures` gives those of other floors per scrape; `proposers` are the configured models that
+    only draft; `unready` says why the node as a whole does not serve now, "" while it does.
     `texts` are shared with other parts of the node; None = the application makes its own.
     """
     metrics = HttpMetrics(
@@ -108,6 +110,7 @@ def build_app(
                 metrics=metrics,
                 mono=clock.mono,
                 rng=rng,
+                keys=keys,
             ),
         ],
         exception_handlers={HTTPException: refuse_route},

@@ -41,6 +41,8 @@ from kakeya.fleet.identity.membership import open_trust
 from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch
 from kakeya.fleet.placement.ring import probe_ring_environment
 from kakeya.gateway.app import build_app
+from kakeya.gateway.http.authorization import KeyCheck
+from kakeya.gateway.http.keys import KeyRing
 from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.generation.frames import Usage
 from kakeya.generation.spec import ModelRole
@@ -294,6 +296,10 @@ class Agent:
             rng=self._rng,
             hosts=host_names() | addresses | set(self._config.listen.http_hosts),
             origins=frozenset(self._config.listen.http_origins),
+            keys=KeyCheck(
+                ring=KeyRing(self._folder, self._clock.mono),
+                needed=self._config.listen.needs_key,
+            ),
             figures=overview.figures,
             proposers=self._engines.proposers,
             unready=lambda: self._health.reason() or self._pages.unready(),

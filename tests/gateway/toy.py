@@ -22,6 +22,7 @@ from tokenizers.trainers import BpeTrainer
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
 from kakeya.gateway.app import build_app
+from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.server import serve_http
 from kakeya.generation.facts import DraftModelState, EngineStats, ModelFacts, ModelState
@@ -253,6 +254,7 @@ async def serving(
     status: Callable[[], Mapping[str, object]] = dict,
     hosts: frozenset[str] = frozenset(),
     origins: frozenset[str] = frozenset(),
+    keys: KeyCheck | None = None,
     head_s: float = 5.0,
     proposers: Callable[[], Sequence[DraftModelState]] = tuple,
     unready: Callable[[], str] = str,
@@ -267,6 +269,7 @@ async def serving(
         limits=limits,
         hosts=hosts,
         origins=origins,
+        keys=keys,
         proposers=proposers,
         unready=unready,
         precache=precache,

@@ -33,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kakeya.core import errors
 from kakeya.core.log import event
 from kakeya.gateway.figures import HttpMetrics
+from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck, Forbidden
 from kakeya.gateway.http.cors import cors_headers, is_preflight, preflight_headers
 from kakeya.gateway.http.request_ids import (
@@ -183,14 +184,17 @@ class Edge:
         metrics: HttpMetrics,
         mono: Callable[[], float],
         rng: random.Random,
+        keys: KeyCheck | None = None,
         rest_s: float = REST_S,
     ) -> None:
+        """`keys` None = no caller needs an API key."""
         self._app = app
         self._rest_s = rest_s
         self._admission = admission
         self._metrics = metrics
         self._mono = mono
         self._rng = rng
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -224,6 +228,8 @@ class Edge:
             if self._is_listed(scope) and is_preflight(scope):
                 await _send_whole(send, 204, preflight_headers(scope), b"")
                 return
+            if self._keys is not None:
+                await self._keys.check(scope)
             await self._app(scope, send.receive, send)
         except errors.Cancelled:
             return
@@ -339,6 +345,8 @@ async def send_error(send: Send, error: errors.KakeyaError, path: str) -> None:
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
         headers["retry-after"] = str(max(1, round(seconds)))
         headers["retry-after-ms"] = str(max(1, round(seconds * 1000)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     if status == 408:
         headers["connection"] = "close"
     await send_json(send, status, envelope(error, path), headers)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import (
     Several,
     bind_address,
     is_loopback,
+    one_of,
     peer_address,
     setting,
     switch,
@@ -47,6 +49,12 @@ class ListenConfig:
         argument="ORIGIN",
         flag="--http-origin",
     )
+    http_keys: Literal["remote", "always"] = setting(
+        "HTTP callers that need an API key: those of other machines, or all (remote)",
+        one_of("remote", "always"),
+        "remote",
+        argument="remote|always",
+    )
     advertise: str = setting(
         "the gRPC address that peers are told (the address of --bind)",
         peer_address,
@@ -67,3 +75,9 @@ class ListenConfig:
                 f"--http {self.http} is reachable from other machines without encryption or "
                 "authentication; add --insecure-lan on a trusted network, or bind 127.0.0.1"
             )
+
+    @property
+    def needs_key(self) -> Literal["remote", "always", "never"]:
+        """The HTTP callers that need an API key."""
+        is_open = self.insecure_lan and self.http_keys == "remote"
+        return "never" if is_open else self.http_keys

@@ -1,0 +1,89 @@
+"""`kakeya key`: the API keys by which programs on other machines use a node over HTTP.
+
+The commands change a file in the data folder; a running node sees the change by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TypeVar
+
+from kakeya.core.folders import default_folder
+from kakeya.gateway.http.keys import KeyRole, add_key, read_keys, remove_key
+
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+
+
+def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command to those of `kakeya`."""
+    text = "API keys for HTTP callers on other machines"
+    key = commands.add_parser("key", help=text, description=text, allow_abbrev=False)
+    actions = key.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = _action(actions, "add", "make a key and show it, once")
+    add.add_argument("name", metavar="NAME", help="the name of its client, as laptop")
+    add.add_argument(
+        "--role",
+        default=KeyRole.INFER.value,
+        choices=[role.value for role in KeyRole],
+        help="infer: may generate (default); admin: may also see the node and change it",
+    )
+    _action(actions, "list", "show the names and roles of all keys")
+    remove = _action(actions, "remove", "take a key away; it ends to count within a second")
+    remove.add_argument("name", metavar="NAME", help="the name of the key")
+
+
+def run(options: argparse.Namespace) -> int | None:
+    """Run one of these commands and return its exit status; None for any other command.
+
+    Raises KakeyaError.
+    """
+    if options.command != "key":
+        return None
+    usual = default_folder(os.environ, platform=sys.platform, home=Path.home())
+    folder = Path(options.data_dir) if options.data_dir else usual
+    match options.action:
+        case "add":
+            key = add_key(folder, options.name, KeyRole(options.role), time.time())
+            fields = {"name": options.name, "role": options.role, "key": key}
+            _show(fields, key, as_json=options.json)
+            if not options.json:  # beside stdout, which a script keeps
+                print(
+                    f"the key of {options.name}, shown this once; a program sends it as "
+                    "Authorization: Bearer KEY, like any OpenAI key",
+                    file=sys.stderr,
+                )
+        case "remove":
+            remove_key(folder, options.name)
+            said = f"the key of {options.name} is removed; a running node refuses it within 1 s"
+            _show({"name": options.name}, said, as_json=options.json)
+        case _:
+            _list(folder, as_json=options.json)
+    return 0
+
+
+def _list(folder: Path, *, as_json: bool) -> None:
+    keys = read_keys(folder)
+    lines = [
+        f"{one.name:<20} {one.role:<6} "
+        f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(one.made_at))}"
+        for one in keys
+    ]
+    fields = [{"name": one.name, "role": one.role, "made_at": one.made_at} for one in keys]
+    none = "no keys; make one with kakeya key add NAME"
+    _show({"keys": fields}, "\n".join(lines) or none, as_json=as_json)
+
+
+def _action(actions: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
+    action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+    action.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    action.add_argument("--json", action="store_true", help="print JSON")
+    return action
+
+
+def _show(fields: dict[str, object], text: str, *, as_json: bool) -> None:
+    print(json.dumps(fields) if as_json else text)
