@@ -31,6 +31,7 @@ from benchmarks.models import random_model
 from benchmarks.nodes import MlxLmServer, request, wait_ready
 from benchmarks.report import emit, median
 from kakeya.cli.child import NodeProcess
+from kakeya.text.chat import Chat
 from kakeya.text.prefix import encode_prefix
 from kakeya.text.text import TextModel
 
@@ -179,7 +180,7 @@ class Restarts:
 async def shared_tokens(folder: Path, agents: Agents) -> int:
     """How many tokens all prompts of these agents begin with."""
     text = await asyncio.to_thread(TextModel, folder, time.time)
-    return len(await encode_prefix(text, [agents.system], at_most=1 << 20))
+    return len(await encode_prefix(text, Chat(messages=(agents.system,)), at_most=1 << 20))
 
 
 async def compare(folder: Path, turns: int) -> None:

@@ -261,9 +261,9 @@ class Generations:
     async def _continued(self, job: HttpGeneration, text: TextModel, at_most: int) -> Sequence[int]:
         said = "".join(job.pieces)
         match job.asked:
-            case ChatRequest(messages=messages, tools=tools):
-                turn = (*messages, {"role": "assistant", "content": said})
-                return await encode_ahead(text, turn, at_most=at_most, tools=tools)
+            case ChatRequest(chat=chat):
+                turn = chat.followed_by({"role": "assistant", "content": said})
+                return await encode_ahead(text, turn, at_most=at_most)
             case CompletionRequest(prompt=str() as prompt):
                 return await text.encode(prompt + said, at_most=at_most)
             case CompletionRequest():
@@ -369,7 +369,7 @@ def client_of(scope: Scope) -> str:
 
 async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:
     if isinstance(asked, ChatRequest):
-        return await chat_ids(asked.messages, asked.tools, text, facts)
+        return await chat_ids(asked.chat, text, facts)
     return await raw_ids(asked.prompt, text, facts)
 
 
@@ -380,7 +380,7 @@ async def _cuts(
     if not isinstance(asked, ChatRequest):
         return ()
     at_most = most_prompt_tokens(facts)
-    return await text.cuts_of(token_ids, asked.messages, at_most=at_most, tools=asked.tools)
+    return await text.cuts_of(token_ids, asked.chat, at_most=at_most)
 
 
 def _frame_s(params: GenerationParams) -> float:

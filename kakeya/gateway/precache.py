@@ -44,9 +44,9 @@ from kakeya.prefix.seam import (
     warmed_for,
 )
 from kakeya.text.bound import TooManyTokens
+from kakeya.text.chat import Chat, Message, Tool
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long
-from kakeya.text.template import Message, Tool
 from kakeya.text.text import Texts
 
 _FIELDS = frozenset(
@@ -137,9 +137,8 @@ class PrecacheRoute:
         at_most = most_prompt_tokens(facts)
         if asked.messages:
             try:
-                token_ids: Sequence[int] = await encode_ahead(
-                    model, asked.messages, tools=asked.tools, at_most=at_most
-                )
+                chat = Chat(messages=asked.messages, tools=asked.tools)
+                token_ids: Sequence[int] = await encode_ahead(model, chat, at_most=at_most)
             except TooManyTokens as fault:
                 raise too_long(f"at least {fault.least_tokens}", facts) from None
         else:

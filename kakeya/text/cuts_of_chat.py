@@ -24,13 +24,13 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kakeya.core.errors import KakeyaError
 from kakeya.core.units import pack_ids
+from kakeya.text.chat import Chat, Message
 from kakeya.text.prefix import ChatEncoder, encode_prefix
-from kakeya.text.template import Message, Tool
 
 LEAST_TOKENS = 32
 """Least tokens in front of an optional cut: fewer take hardly less time to compute."""
@@ -58,35 +58,28 @@ class PromptCuts:
         self._stable: OrderedDict[bytes, bytes] = OrderedDict()
         self._signs: Signs | None = None
 
-    async def find(
-        self,
-        token_ids: Sequence[int],
-        messages: Sequence[Message],
-        *,
-        at_most: int,
-        tools: Sequence[Tool] = (),
-    ) -> tuple[int, ...]:
+    async def find(self, token_ids: Sequence[int], chat: Chat, *, at_most: int) -> tuple[int, ...]:
         """The cuts of a conversation that was rendered to these tokens, in order."""
         packed = pack_ids(token_ids)
-        leading = list(takewhile(lambda message: message["role"] in _STABLE_ROLES, messages))
-        stable = await self._stable_tokens(packed, leading, at_most, tools)
+        leading = takewhile(lambda message: message["role"] in _STABLE_ROLES, chat.messages)
+        shared = replace(chat, messages=tuple(leading), continues_last=False)
+        stable = await self._stable_tokens(packed, shared, at_most)
         if self._signs is None:
             self._signs = await self._look()
         openings = {end for end in _ends(packed, self._signs.opening) if end > stable}
         closings = {end - 1 for end in _ends(packed, self._signs.closing) if end - 1 > stable}
         return tuple(_spaced(sorted({stable} | openings | closings), openings))
 
-    async def _stable_tokens(
-        self, packed: bytes, leading: Sequence[Message], at_most: int, tools: Sequence[Tool]
-    ) -> int:
+    async def _stable_tokens(self, packed: bytes, shared: Chat, at_most: int) -> int:
         """The count of tokens that all conversations with the same leading messages begin with."""
-        said = json.dumps([[dict(message) for message in leading], list(tools)])
+        messages, tools = map(dict, shared.messages), map(dict, shared.tools)
+        said = json.dumps([*messages, shared.plain_tools, dict(shared.kwargs), *tools])
         key = hashlib.sha256(said.encode()).digest()
         known = self._stable.get(key)
         if known is None or not packed.startswith(known):
             # The first time; or the template wrote something else, as the date of another day.
             try:
-                prefix = await encode_prefix(self._text, leading, at_most=at_most, tools=tools)
+                prefix = await encode_prefix(self._text, shared, at_most=at_most)
             except KakeyaError:
                 return 0
             known = self._stable[key] = pack_ids(prefix)
@@ -97,10 +90,12 @@ class PromptCuts:
 
     async def _look(self) -> Signs:
         """Find the tokens of the template, by conversations that differ in one message only."""
-        user = {"role": "user", "content": "0"}
+        user: Message = {"role": "user", "content": "0"}
         try:
             asked = [
-                await self._text.encode_chat([{**user, "content": said}], at_most=1 << 20)
+                await self._text.encode_chat(
+                    Chat(messages=({**user, "content": said},)), at_most=1 << 20
+                )
                 for said in ("0", "x")
             ]
             closing = _common_end(*asked)
@@ -109,7 +104,9 @@ class PromptCuts:
         try:
             answered = [
                 await encode_prefix(
-                    self._text, [user, {"role": "assistant", "content": said}], at_most=1 << 20
+                    self._text,
+                    Chat(messages=(user, {"role": "assistant", "content": said})),
+                    at_most=1 << 20,
                 )
                 for said in ("0", "x")
             ]

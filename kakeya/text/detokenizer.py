@@ -19,13 +19,16 @@ _CONTEXT_TOKENS = 16
 
 
 class ByteDetokenizer:
-    """Byte-level vocabularies: each token is a fixed string of bytes. O(1) per token."""
+    """Byte-level vocabularies: each token is a fixed string of bytes. O(1) per token.
+
+    `hidden` are the special tokens whose text is not shown; `bytes_of` belongs to them.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, special_ids: frozenset[int], bytes_of: dict[int, bytes]
+        self, tokenizer: Tokenizer, hidden: frozenset[int], bytes_of: dict[int, bytes]
     ) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = special_ids
+        self._hidden = hidden
         self._bytes_of = bytes_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -44,7 +47,7 @@ class ByteDetokenizer:
         return self._utf8.decode(b"", final=True)
 
     def _look_up(self, token_id: int) -> bytes:
-        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+        token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
         try:
@@ -57,21 +60,26 @@ class WindowDetokenizer:
     """Any other vocabulary: decodes a short window of tokens again and returns the new text.
 
     Many of these decoders take the blank from the first word of a text, so a text that goes on from
-    a prompt needs to know the end of it: `after`.
+    a prompt needs to know the end of it: `after`. `hidden` as for `ByteDetokenizer`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, hidden: frozenset[int], after: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._window = list(after[-_CONTEXT_TOKENS:])
+        self._hidden = hidden
+        self._window = [one for one in after[-_CONTEXT_TOKENS:] if one not in hidden]
         # window[:settled] is shown already; it gives the rest its context
         self._settled = len(self._window)
-        while self._settled and tokenizer.decode(self._window[: self._settled]).endswith("\ufffd"):
+        while self._settled and self._decode(self._window[: self._settled]).endswith("\ufffd"):
             self._settled -= 1  # half a character at the end of the prompt is whole in the text
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the text that is settled by them, never half a character."""
         shown = ""
         for token_id in token_ids:
+            if token_id in self._hidden:
+                continue
             self._window.append(token_id)
             shown += self._new_text(held_back="\ufffd")
         return shown
@@ -81,8 +89,8 @@ class WindowDetokenizer:
         return self._new_text(held_back=None)
 
     def _new_text(self, *, held_back: str | None) -> str:
-        whole = self._tokenizer.decode(self._window)
-        before = self._tokenizer.decode(self._window[: self._settled])
+        whole = self._decode(self._window)
+        before = self._decode(self._window[: self._settled])
         is_long = len(self._window) - self._settled > _WINDOW_TOKENS
         if len(whole) <= len(before) and not is_long:
             return ""
@@ -91,6 +99,10 @@ class WindowDetokenizer:
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
         return whole[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        decoded: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return decoded
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer

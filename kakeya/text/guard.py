@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 
 from kakeya.core.errors import InvalidArgument
+from kakeya.text.chat import Chat
 from kakeya.text.origin import SAID, Traced
-from kakeya.text.template import TRIALS, ChatTemplate, Message, Tool, trial_word
+from kakeya.text.template import TRIALS, ChatTemplate, trial_word
 
 
 class GuardedTemplate:
@@ -44,20 +45,27 @@ class GuardedTemplate:
         )
         """Marks whose places do not tell who wrote them; callers must do without them."""
 
-    def pieces(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[str]:
+    @property
+    def shows_tools(self) -> bool:
+        """As `ChatTemplate`."""
+        return self._template.shows_tools
+
+    def pieces(self, chat: Chat) -> list[str]:
         """Render a conversation; the pieces are to be encoded one by one.
 
         Raises as `ChatTemplate.render`, and InvalidArgument for text that could not be told from
         a mark of the template.
         """
-        prompt = self._template.render(messages, tools)
+        prompt = self._template.render(chat)
         cuts = {0, len(prompt)}
         said = ""
         for at, mark in self._foreign(prompt):
             if mark not in self._untold:
                 cuts.add(at + _inside(prompt.origin[at : at + len(mark)]))
                 continue
-            said = said or json.dumps([*map(dict, messages), *tools], ensure_ascii=False)
+            said = said or json.dumps(
+                [*chat.messages, *chat.tools, chat.kwargs], ensure_ascii=False, default=dict
+            )
             if mark in said:
                 raise InvalidArgument(
                     f"a message holds {mark!r}, which this model's chat template writes around "
@@ -83,9 +91,8 @@ class GuardedTemplate:
         """The longest trial that the template renders; its contents hold no mark."""
         for roles in TRIALS:
             try:
-                return self._template.render(
-                    [{"role": role, "content": trial_word(role)} for role in roles]
-                )
+                messages = [{"role": role, "content": trial_word(role)} for role in roles]
+                return self._template.render(Chat(messages=tuple(messages)))
             except InvalidArgument:
                 continue
         return Traced()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kakeya.core.errors import InvalidArgument
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import MAX_PROMPT_TOKENS, ContextLengthExceeded
 from kakeya.text.bound import TooManyTokens
-from kakeya.text.template import Message, Tool
+from kakeya.text.chat import Chat
 from kakeya.text.text import TextModel
 
 
-async def chat_ids(
-    messages: Sequence[Message], tools: Sequence[Tool], text: TextModel, facts: ModelFacts
-) -> tuple[int, ...]:
+async def chat_ids(chat: Chat, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:
     """Render and encode a conversation, with the tools that it shows.
 
     Raises ContextLengthExceeded, as far as its length alone tells it, and the errors of
@@ -22,7 +18,7 @@ async def chat_ids(
     """
     try:
         at_most = most_prompt_tokens(facts)
-        return tuple(await text.encode_chat(messages, at_most=at_most, tools=tools))
+        return tuple(await text.encode_chat(chat, at_most=at_most))
     except TooManyTokens as fault:
         raise too_long(f"at least {fault.least_tokens}", facts) from None
 

@@ -13,20 +13,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
 
 import jinja2
 
 from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.text.chat import Chat, Message
 from kakeya.text.origin import Traced, TracingEnvironment
-
-Message = Mapping[str, object]
-"""One chat message: the texts role and content, and what else its client gave: name; of an
-assistant tool_calls and reasoning_content; of a tool tool_call_id."""
-
-Tool = Mapping[str, object]
-"""A function that a model may call, as a JSON object."""
+from kakeya.text.tools.plain import with_tools, without_calls
 
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -37,6 +33,8 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     RecursionError,
 )
+_WRITTEN = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""Variables of a template that come from the conversation itself."""
 TRIALS = (
     ("system", "user", "assistant", "user"),
     ("user", "assistant", "user"),
@@ -94,17 +92,26 @@ class ChatTemplate:
         )
         self._special_tokens = {name: Traced.own(text) for name, text in special_tokens.items()}
         self._template = environment.from_string(source)
+        self.shows_tools = True
+        """Whether a model sees tools as the template writes them; the trials below ask for that."""
         self._forms = self._find_forms()
         self._shows_calls = self._is_showing_calls()
+        self.shows_tools = any(map(self._is_showing_tools, TRIALS))
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Traced:
-        """Write the prompt that asks for the assistant's next message.
+    def render(self, chat: Chat) -> Traced:
+        """Write the prompt that asks for the assistant's next message, or for the rest of its last.
 
-        Raises InvalidArgument with the template's own words when it refuses the messages,
-        Unsupported for tools that it does not show, and for messages of a role that it leaves out.
+        Tools that the template does not show are written as plain text, if the chat says so.
+
+        Raises InvalidArgument with the template's own words when it refuses the messages, and for
+        variables that no caller may set; Unsupported for tools that it does not show, for messages
+        of a role that it leaves out, and for a last message that it does not end with.
         """
-        if not self._shows_calls:
-            messages = [_without_calls(message) for message in messages]
+        self._check(chat)
+        messages = list(chat.messages if self._shows_calls else without_calls(chat.messages))
+        if chat.tools and not self.shows_tools:
+            shows_system = self._forms.get("system", ContentForm.NONE) is not ContentForm.NONE
+            messages = with_tools(messages, chat.tools, shows_system=shows_system)
         for role in dict.fromkeys(role_of(message) for message in messages):
             if self._forms.get(role) is ContentForm.NONE:
                 raise Unsupported(
@@ -113,35 +120,54 @@ class ChatTemplate:
                     "plain prompt",
                     param="messages",
                 )
-        prompt = self._write(messages, tools, self._forms)
-        if tools and self._is_without_tools(prompt, messages):
+        if not chat.continues_last:
+            return self._write(replace(chat, messages=tuple(messages)), self._forms)
+        end = trial_word("end")
+        last = {**messages[-1], "content": f"{messages[-1]['content']}{end}"}
+        prompt = self._write(replace(chat, messages=(*messages[:-1], last)), self._forms)
+        at = prompt.rfind(end)
+        if at < 0:
+            raise Unsupported(
+                "the model's chat template does not end with the last message, so no answer can go "
+                "on from it; leave prefix out",
+                param="messages",
+            )
+        return prompt[:at]
+
+    def _check(self, chat: Chat) -> None:
+        fixed = sorted((_WRITTEN | self._special_tokens.keys()) & chat.kwargs.keys())
+        if fixed:
+            raise InvalidArgument(
+                f"{fixed[0]} is no variable to set: a prompt gets it from the messages and the "
+                "model; leave it out",
+                param=f"chat_template_kwargs.{fixed[0]}",
+            )
+        if chat.tools and not self.shows_tools and not chat.plain_tools:
             raise Unsupported(
                 "the model's chat template shows no tools, so it cannot know of them; leave tools "
                 "out",
                 param="tools",
             )
-        return prompt
+        if chat.continues_last and (not chat.messages or chat.messages[-1]["role"] != "assistant"):
+            raise InvalidArgument(
+                "only a last message of the assistant's can be continued; leave prefix out",
+                param="messages",
+            )
 
-    def _is_without_tools(self, prompt: str, messages: Sequence[Message]) -> bool:
-        try:
-            return self._write(messages, (), self._forms) == prompt
-        except InvalidArgument:  # it says something else where there are none
-            return False
-
-    def _write(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        forms: Mapping[str, ContentForm],
-    ) -> Traced:
+    def _write(self, chat: Chat, forms: Mapping[str, ContentForm]) -> Traced:
         try:
             return Traced.given(
                 self._template.render(
-                    messages=[_given(message, forms) for message in messages],
-                    add_generation_prompt=True,
-                    tools=[dict(tool) for tool in tools] or None,
-                    documents=None,
-                    **self._special_tokens,
+                    {
+                        "documents": None,
+                        **_switched(chat.kwargs),
+                        **self._special_tokens,
+                        "messages": [_given(message, forms) for message in chat.messages],
+                        "add_generation_prompt": not chat.continues_last,
+                        "tools": [dict(tool) for tool in chat.tools]
+                        if chat.tools and self.shows_tools
+                        else None,
+                    }
                 )
             )
         except _TEMPLATE_FAULTS as fault:
@@ -168,19 +194,29 @@ class ChatTemplate:
             {"role": "tool", "content": trial_word("tool"), "tool_call_id": "call00001"},
         ]
         try:
-            prompt = self._write(messages, (), self._forms)
+            prompt = self._write(Chat(messages=tuple(messages)), self._forms)
         except InvalidArgument:
             return False
         return trial_word("call") in prompt and trial_word("tool") in prompt
 
+    def _is_showing_tools(self, roles: Sequence[str]) -> bool:
+        name = trial_word("function")
+        told = {"name": name, "description": name, "parameters": {"type": "object"}}
+        messages = tuple({"role": role, "content": trial_word(role)} for role in roles)
+        tool = {"type": "function", "function": told, **told}
+        try:
+            return name in self._write(Chat(messages=messages, tools=(tool,)), self._forms)
+        except InvalidArgument:
+            return False
+
     def _best_forms(self, roles: Sequence[str]) -> dict[str, ContentForm]:
         """The forms with which most of these roles are shown; {} where none is rendered."""
         best: dict[str, ContentForm] = {}
-        messages: list[Message] = [{"role": role, "content": trial_word(role)} for role in roles]
+        messages = tuple({"role": role, "content": trial_word(role)} for role in roles)
         for system, others in itertools.product((ContentForm.TEXT, ContentForm.PARTS), repeat=2):
             forms = {role: system if role == "system" else others for role in roles}
             try:
-                prompt = self._write(messages, (), forms)
+                prompt = self._write(Chat(messages=messages), forms)
             except InvalidArgument:
                 continue
             shown = {
@@ -197,16 +233,10 @@ def role_of(message: Message) -> str:
     return str(message["role"])
 
 
-def _without_calls(message: Message) -> Message:
-    """Say as text what a template does not show: calls, and the answers of tools."""
-    content = str(message["content"])
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"Answer of the tool: {content}"}
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    said = [f"Call of a tool: {_tojson(call['function'])}" for call in calls]
-    return {"role": message["role"], "content": "\n".join([*[content] * bool(content), *said])}
+def _switched(kwargs: Mapping[str, object]) -> Mapping[str, object]:
+    """The variables of a caller; the switch of thoughts under both of its names."""
+    switch = kwargs.get("enable_thinking", kwargs.get("thinking"))
+    return kwargs if switch is None else {"enable_thinking": switch, "thinking": switch, **kwargs}
 
 
 def _given(message: Message, forms: Mapping[str, ContentForm]) -> dict[str, object]:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from kakeya.core.errors import Unsupported
 from kakeya.text.bound import PromptBound
+from kakeya.text.chat import Chat
 from kakeya.text.cuts_of_chat import PromptCuts
 from kakeya.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from kakeya.text.encoder import Encoder
@@ -31,12 +32,17 @@ from kakeya.text.folder import (
 )
 from kakeya.text.guard import GuardedTemplate
 from kakeya.text.stops import StopMatcher
-from kakeya.text.template import ChatTemplate, Message, Tool
+from kakeya.text.template import ChatTemplate
+from kakeya.text.tools.answer import AnswerReader
+from kakeya.text.tools.families import JSON_FAMILY, family_of
+from kakeya.text.tools.thinking import thinking_marks
 
 OFFLOAD_CHARS = 64 * 1024
 """Longer texts are tokenized in a thread: about 20 ms of work, off the event loop."""
 _MESSAGE_CHARS = 64
 """Rendering a message takes as long as tokenizing so many characters, whatever its length."""
+_MARK_TOKENS = 32
+"""Tokens at the end of a prompt that hold a mark of thoughts, in any spelling."""
 LEARNED_TOKENS = 32 * 1024
 """Most tokens that are encoded ahead of requests, for one ready engine."""
 
@@ -59,7 +65,14 @@ class TextModel:
         self.tokenizer.no_padding()
         self._folder = folder
         named = special_tokens(folder)
-        self._templates = self._load_templates(named, wall)
+        sources = templates(folder)
+        self._templates = self._load_templates(sources, named, wall)
+        vocabulary = self.tokenizer.get_vocab()
+        source = sources.get(TOOL_TEMPLATE, sources.get(DEFAULT_TEMPLATE, ""))
+        self.thinking = thinking_marks(vocabulary)
+        """The marks around thoughts; None for a model that has none."""
+        self.tool_family = family_of(source, vocabulary) if self.shows_tools else JSON_FAMILY
+        """The syntax in which the model calls tools."""
         added = self.tokenizer.get_added_tokens_decoder()
         self._special = {token.content: key for key, token in added.items() if token.special}
         eos = self.tokenizer.token_to_id(named.get("eos_token", ""))
@@ -67,7 +80,9 @@ class TextModel:
         self.sampling = sampling_defaults(folder)
         spec = json.loads(self.tokenizer.to_str())
         is_byte_level = spec["decoder"] is not None and spec["decoder"]["type"] == "ByteLevel"
-        self._bytes_of: dict[int, bytes] | None = {} if is_byte_level else None
+        self._bytes_of: dict[frozenset[int], dict[int, bytes]] | None = (
+            {} if is_byte_level else None
+        )
         self._bound = PromptBound(spec)
         self._encoder = Encoder(self.tokenizer, spec)
         self._beginning = self._tokens_before_a_prompt()
@@ -88,30 +103,23 @@ class TextModel:
             return self._encode_raw(prompt)
         return await asyncio.to_thread(self._encode_raw, prompt)
 
-    async def encode_chat(
-        self, messages: Sequence[Message], *, at_most: int, tools: Sequence[Tool] = ()
-    ) -> list[int]:
+    async def encode_chat(self, chat: Chat, *, at_most: int) -> list[int]:
         """Render and encode a conversation, with the tools that it may use.
 
-        Raises Unsupported without a template or for tools that it does not show, InvalidArgument
-        when the template refuses, and TooManyTokens as `encode` does, for the rendered text: a
-        template may leave messages out.
+        Raises Unsupported without a template or for what it cannot show, InvalidArgument when the
+        template refuses, and TooManyTokens as `encode` does, for the rendered text: a template may
+        leave messages out.
         """
-        size = sum(_MESSAGE_CHARS + len(str(message["content"])) for message in messages)
-        if size <= OFFLOAD_CHARS and not tools:
-            return self._encode_chat(messages, tools, at_most)
-        return await asyncio.to_thread(self._encode_chat, messages, tools, at_most)
+        size = sum(_MESSAGE_CHARS + len(str(message["content"])) for message in chat.messages)
+        if size <= OFFLOAD_CHARS and not chat.tools:
+            return self._encode_chat(chat, at_most)
+        return await asyncio.to_thread(self._encode_chat, chat, at_most)
 
     async def cuts_of(
-        self,
-        token_ids: Sequence[int],
-        messages: Sequence[Message],
-        *,
-        at_most: int,
-        tools: Sequence[Tool] = (),
+        self, token_ids: Sequence[int], chat: Chat, *, at_most: int
     ) -> tuple[int, ...]:
         """The cuts of a conversation that `encode_chat` encoded."""
-        return await self._cuts.find(token_ids, messages, at_most=at_most, tools=tools)
+        return await self._cuts.find(token_ids, chat, at_most=at_most)
 
     def learn(self, histories: Iterable[Sequence[int]]) -> None:
         """Encode the texts of histories that are likely to come again.
@@ -131,26 +139,76 @@ class TextModel:
         """Whether conversations can be rendered."""
         return DEFAULT_TEMPLATE in self._templates
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
-        """Start a new output text, which goes on from the text of the tokens `after`, if any."""
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template itself shows tools; otherwise they are written as plain text."""
+        template = self._templates.get(TOOL_TEMPLATE, self._templates.get(DEFAULT_TEMPLATE))
+        return template is not None and template.shows_tools
+
+    def reader(
+        self, token_ids: Sequence[int], chat: Chat, *, may_call: bool = True
+    ) -> AnswerReader:
+        """A reader of the answer to a conversation that was encoded to these tokens.
+
+        The special tokens that it needs, `AnswerReader.shown`, are to be given to `detokenizer` and
+        `stops`. Calls are read where the conversation has tools and `may_call` says so.
+        """
+        family = self.tool_family if chat.tools and may_call else None
+        marks = [*([family.start, family.end, *family.inner_marks] if family is not None else [])]
+        if self.thinking is not None:
+            marks += (self.thinking.start, self.thinking.end)
+        return AnswerReader(
+            thinking=self.thinking,
+            is_thinking=self.is_thinking(token_ids, chat),
+            family=family,
+            tools=chat.tools,
+            shown=frozenset(
+                token_id
+                for text, token_id in self._special.items()
+                if any(text in mark for mark in marks)
+            ),
+        )
+
+    def is_thinking(self, token_ids: Sequence[int], chat: Chat) -> bool:
+        """Whether the answer to a conversation, encoded to these tokens, begins inside thoughts."""
+        if self.thinking is None:
+            return False
+        end = self.tokenizer.decode(token_ids[-_MARK_TOKENS:], skip_special_tokens=False)
+        said = str(chat.messages[-1]["content"]) if chat.continues_last else ""
+        return self.thinking.is_open(end) or self.thinking.is_left_open(said)
+
+    def detokenizer(
+        self, after: Sequence[int] = (), *, shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """Start a new output text, which goes on from the text of the tokens `after`, if any.
+
+        No text of special tokens is in it but that of those `shown`.
+        """
+        hidden = frozenset(self._special.values()) - shown
         if self._bytes_of is None:
-            return WindowDetokenizer(self.tokenizer, after)
-        return ByteDetokenizer(self.tokenizer, frozenset(self._special.values()), self._bytes_of)
+            return WindowDetokenizer(self.tokenizer, hidden, after)
+        return ByteDetokenizer(self.tokenizer, hidden, self._bytes_of.setdefault(hidden, {}))
 
-    def stops(self, stops: Sequence[str]) -> StopMatcher | None:
-        """A matcher of these stop strings; None for none."""
-        return StopMatcher(stops, self._special) if stops else None
+    def stops(
+        self, stops: Sequence[str], *, shown: frozenset[int] = frozenset()
+    ) -> StopMatcher | None:
+        """A matcher of these stop strings in a text with these special tokens; None for none."""
+        hidden = {text: one for text, one in self._special.items() if one not in shown}
+        return StopMatcher(stops, hidden) if stops else None
 
-    def _encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool], at_most: int
-    ) -> list[int]:
-        name = TOOL_TEMPLATE if tools and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
+    def _template_of(self, chat: Chat) -> GuardedTemplate:
+        name = (
+            TOOL_TEMPLATE if chat.tools and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
+        )
         template = self._templates.get(name)
         if template is None:
             raise Unsupported(
                 f"{self._folder} has no chat template; ask /v1/completions with a plain prompt"
             )
-        first, *others = template.pieces(messages, tools)
+        return template
+
+    def _encode_chat(self, chat: Chat, at_most: int) -> list[int]:
+        first, *others = self._template_of(chat).pieces(chat)
         self._bound.check((first, *others), at_most)
         ids = self._encoder.encode(first)
         for piece in others:
@@ -181,12 +239,12 @@ class TextModel:
         return tuple(whole[: next(found, 0)])
 
     def _load_templates(
-        self, named: dict[str, str], wall: Callable[[], float]
+        self, sources: dict[str, str], named: dict[str, str], wall: Callable[[], float]
     ) -> dict[str, GuardedTemplate]:
         try:
             return {
                 name: GuardedTemplate(ChatTemplate(source, named, wall), self.tokenizer)
-                for name, source in templates(self._folder).items()
+                for name, source in sources.items()
                 if name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
             }
         except jinja2.TemplateError as fault:

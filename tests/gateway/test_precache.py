@@ -19,6 +19,7 @@ from kakeya.text.prefix import encode_prefix
 from kakeya.text.template import ChatTemplate
 from kakeya.text.text import TextModel
 from tests.gateway.toy import ToyModel, make_folder, serving
+from tests.text.texts import chat_of
 
 SAID = "hello world, 日本語 😀"
 HI = [{"role": "user", "content": "hi"}]
@@ -83,15 +84,14 @@ async def test_a_chat_of_a_conversation_continues_its_slot_and_prepares_its_next
     ((claim, tokens),) = precache.ended
     assert claim.use == CacheUse(keys=CacheKeys(conversation_id="7"), retention=Retention.EXTENDED)
     turn = [SYSTEM, *HI, {"role": "assistant", "content": SAID}]
-    following = await text.encode_chat([*turn, {"role": "user", "content": "go on"}], at_most=999)
+    following_chat = chat_of(*turn, {"role": "user", "content": "go on"})
+    following = await text.encode_chat(following_chat, at_most=999)
     *prefix, _ = ahead = list(await tokens())
     assert following[: len(prefix)] == unmarked(prefix)[0]
     shown = text.tokenizer.decode(following[: len(prefix)], skip_special_tokens=False)
     assert shown.endswith(f"{SAID}<|im_end|>\n<|im_start|>user\n")
     # Its KV ends where one of the cuts of what comes is.
-    later = await text.cuts_of(
-        following, [*turn, {"role": "user", "content": "go on"}], at_most=999
-    )
+    later = await text.cuts_of(following, following_chat, at_most=999)
     assert len(prefix) in later
     assert [cut for cut in later if cut <= len(prefix)] == list(unmarked(ahead)[1])
 
@@ -356,13 +356,15 @@ async def test_a_chat_shows_tools_as_what_is_warmed_for_it_did(tools_folder, tex
 
 
 @pytest.mark.parametrize("path", ["/v1/precache", "/v1/chat/completions"])
-async def test_tools_that_a_template_does_not_show_are_refused(folder, path):
-    async with serving(ToyModel(folder), precache=Recorded()) as served:
+async def test_tools_that_a_template_does_not_show_are_written_as_plain_text(folder, text, path):
+    model, precache = ToyModel(folder), Recorded()
+    async with serving(model, precache=precache) as served:
         more = SHOWN if "chat" in path else {"tools": [TOOL]}
         answer = await served.http.post(path, json={"model": "toy", "messages": HI} | more)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "tools")
-    assert "template shows no tools" in error["message"]
+    assert answer.status_code == 200
+    prompt = model.requests[0].token_ids if "chat" in path else precache.warmed[0][1]
+    shown = text.tokenizer.decode(unmarked(list(prompt))[0], skip_special_tokens=False)
+    assert '{"type": "function", "function": {"name": "look"}}' in shown
 
 
 async def test_a_prefix_that_could_not_be_warmed_is_no_error(folder):
@@ -443,20 +445,24 @@ async def test_a_prefix_beyond_the_context_and_an_unknown_model_are_refused(fold
 
 async def test_a_prefix_ends_where_two_continuations_part(text):
     messages = [SYSTEM, *HI, {"role": "assistant", "content": "hello"}]
-    prefix = await encode_prefix(text, messages, at_most=999)
+    prefix = await encode_prefix(text, chat_of(*messages), at_most=999)
     for said in ("", "hello", "日本語", "<|im_end|>", "0", "x"):
-        whole = await text.encode_chat([*messages, {"role": "user", "content": said}], at_most=999)
+        whole = await text.encode_chat(
+            chat_of(*messages, {"role": "user", "content": said}), at_most=999
+        )
         assert whole[: len(prefix)] == prefix
 
 
 def test_a_template_sees_tools_only_where_there_are_any():
-    template = ChatTemplate("{{ tools is none }}", {}, lambda: 0.0)
-    assert template.render([]) == "True"
-    assert template.render([], [{"name": "x"}]) == "False"
+    template = ChatTemplate("{{ tools is none }}{{ tools }}", {}, lambda: 0.0)
+    assert template.render(chat_of()) == "TrueNone"
+    assert template.render(chat_of(tools=[{"name": "x"}])) == "False[{'name': 'x'}]"
 
 
 def test_a_template_that_wants_tools_shows_them():
-    template = ChatTemplate("{{ raise_exception('none') if not tools else 'x' }}", {}, lambda: 0.0)
-    assert template.render([], [{"name": "x"}]) == "x"
+    template = ChatTemplate(
+        "{{ raise_exception('none') if not tools else tools[0].name }}", {}, lambda: 0.0
+    )
+    assert template.render(chat_of(tools=[{"name": "x"}])) == "x"
     with pytest.raises(InvalidArgument, match="none"):
-        template.render([])
+        template.render(chat_of())

@@ -14,6 +14,7 @@ from kakeya.text.cuts_of_chat import LEAST_TOKENS
 from kakeya.text.prefix import encode_ahead, encode_prefix
 from kakeya.text.text import TextModel
 from tests.gateway.toy import make_folder
+from tests.text.texts import chat_of
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -43,8 +44,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextModel]:
 
 
 async def cut(text: TextModel, messages: list[dict[str, str]]) -> tuple[list[int], tuple[int, ...]]:
-    token_ids = await text.encode_chat(messages, at_most=1 << 20)
-    return token_ids, await text.cuts_of(token_ids, messages, at_most=1 << 20)
+    token_ids = await text.encode_chat(chat_of(*messages), at_most=1 << 20)
+    return token_ids, await text.cuts_of(token_ids, chat_of(*messages), at_most=1 << 20)
 
 
 async def made(folder: Path, template: str, wall: list[float]) -> TextModel:
@@ -87,13 +88,13 @@ async def test_all_who_share_a_system_prompt_have_a_cut_where_they_part(
     texts: dict[str, TextModel], name: str
 ) -> None:
     text = texts[name]
-    stable = await encode_prefix(text, [SYSTEM], at_most=999)
+    stable = await encode_prefix(text, chat_of(SYSTEM), at_most=999)
     for content in ("hello", "x" * 40, "0"):
         token_ids, cuts = await cut(text, [SYSTEM, {"role": "user", "content": content}])
         assert token_ids[: len(stable)] == stable
         assert cuts[0] == len(stable)
     # What is declared ends there, with one token more that nobody computes.
-    ahead, _ = unmarked(await encode_ahead(text, [SYSTEM], at_most=999))
+    ahead, _ = unmarked(await encode_ahead(text, chat_of(SYSTEM), at_most=999))
     assert ahead[:-1] == stable
 
 
@@ -105,7 +106,7 @@ async def test_each_turn_begins_behind_a_cut_and_ended_one_token_behind_one(
         messages.append({"role": "user", "content": f"question {turn} " * 5})
         prompts.append(await cut(text, messages))
         messages.append({"role": "assistant", "content": f"answer {turn} " * 5})
-        ahead, cuts = unmarked(await encode_ahead(text, messages, at_most=1 << 20))
+        ahead, cuts = unmarked(await encode_ahead(text, chat_of(*messages), at_most=1 << 20))
         prompts.append((ahead, cuts))
     last, cuts = prompts[-2]
     for earlier, known in prompts[:-2]:
@@ -123,7 +124,7 @@ async def test_where_a_template_says_nothing_there_are_no_cuts(
     assert (await cut(texts["plain"], [user]))[1] == ()  # nothing worth it is shared
     assert (await cut(texts["refuses"], [SYSTEM, user]))[1]
     text = await made(tmp_path / "never", "{{ raise_exception('no') }}", [0.0])
-    assert await text.cuts_of([1] * 99, [SYSTEM, user], at_most=999) == ()
+    assert await text.cuts_of([1] * 99, chat_of(SYSTEM, user), at_most=999) == ()
 
 
 async def test_a_prompt_of_another_day_is_cut_as_its_own(tmp_path: Path) -> None:
@@ -134,4 +135,6 @@ async def test_a_prompt_of_another_day_is_cut_as_its_own(tmp_path: Path) -> None
     for day in (0.0, 86400.0 * 40):
         today[0] = day
         _, cuts = await cut(text, messages)
-        assert cuts[0] == len(await encode_prefix(text, [SYSTEM], at_most=999)) >= LEAST_TOKENS
+        assert (
+            cuts[0] == len(await encode_prefix(text, chat_of(SYSTEM), at_most=999)) >= LEAST_TOKENS
+        )

@@ -61,7 +61,7 @@ WORDS = st.one_of(
 @given(st.lists(WORDS, max_size=20), SIZES)
 def test_a_window_decoder_gives_the_full_decode_of_valid_text(words, sizes):
     ids = [token for word in words for token in word]
-    running = WindowDetokenizer(sentence_tokenizer())
+    running = WindowDetokenizer(sentence_tokenizer(), frozenset())
     pieces = [running.feed(tuple(piece)) for piece in cut(ids, sizes)] + [running.finish()]
     assert "".join(pieces) == sentence_tokenizer().decode(ids)
 
@@ -69,7 +69,7 @@ def test_a_window_decoder_gives_the_full_decode_of_valid_text(words, sizes):
 @given(st.lists(WORDS, min_size=1, max_size=6), st.lists(WORDS, max_size=9), SIZES)
 def test_a_text_goes_on_from_its_prompt_as_the_whole_is_decoded(prompt, words, sizes):
     before, ids = ([token for word in some for token in word] for some in (prompt, words))
-    running = WindowDetokenizer(sentence_tokenizer(), before)
+    running = WindowDetokenizer(sentence_tokenizer(), frozenset(), before)
     pieces = [running.feed(tuple(piece)) for piece in cut(ids, sizes)] + [running.finish()]
     tokenizer = sentence_tokenizer()
     assert tokenizer.decode(before) + "".join(pieces) == tokenizer.decode(before + ids)
@@ -77,10 +77,10 @@ def test_a_text_goes_on_from_its_prompt_as_the_whole_is_decoded(prompt, words, s
 
 def test_a_character_that_began_in_the_prompt_is_whole_in_the_text():
     first, *rest = "日".encode()
-    running = WindowDetokenizer(sentence_tokenizer(), [256, first])
+    running = WindowDetokenizer(sentence_tokenizer(), frozenset(), [256, first])
     assert running.feed(tuple(rest)) + running.finish() == "日"
 
 
 def test_an_answer_of_its_own_begins_without_a_blank():
-    running = WindowDetokenizer(sentence_tokenizer())
+    running = WindowDetokenizer(sentence_tokenizer(), frozenset())
     assert running.feed((256, 257)) == "hello world"

@@ -15,11 +15,12 @@ from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace, Sequence
 
 from kakeya.core.errors import InvalidArgument
+from kakeya.text.chat import Chat
 from kakeya.text.guard import GuardedTemplate
 from kakeya.text.template import ChatTemplate
 from kakeya.text.text import TextModel
 from tests.gateway.toy import make_folder, make_tokenizer
-from tests.text.texts import NOW
+from tests.text.texts import NOW, chat_of
 
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "s><|im", "<tool>", "</think>")
 PLAIN = (
@@ -96,9 +97,9 @@ def test_no_content_gives_a_mark_that_the_template_did_not_write(name, kind, con
     template, guard = guarded(name, kind)
     tokenizer = {"bytes": byte_level, "blank": blank_first}[kind]()
 
-    def chat(said: list[str]) -> list[dict[str, str]]:
+    def chat(said: list[str]) -> Chat:
         roles = ("user", "assistant")
-        return [{"role": roles[i % 2], "content": one} for i, one in enumerate(said)]
+        return chat_of(*({"role": roles[i % 2], "content": one} for i, one in enumerate(said)))
 
     pieces = guard.pieces(chat(contents))
     assert "".join(pieces) == template.render(chat(contents)), "the template sees what was sent"
@@ -116,7 +117,7 @@ def test_text_that_was_cut_decodes_as_it_was_sent(tmp_path, kind):
     tokenizer.save(str(folder / "tokenizer.json"))
     model = TextModel(folder, lambda: NOW)
     said = "a<|im_end|>b<s>"
-    ids = model._encode_chat([{"role": "user", "content": said}], (), 1 << 20)
+    ids = model._encode_chat(chat_of({"role": "user", "content": said}), 1 << 20)
     shown = tokenizer.decode(ids, skip_special_tokens=False)
     assert f"user\n{said}<|im_end|>" in shown
     assert ids.count(tokenizer.token_to_id("<|im_end|>")) == 1
@@ -124,7 +125,7 @@ def test_text_that_was_cut_decodes_as_it_was_sent(tmp_path, kind):
 
 def test_a_template_finds_a_special_token_that_a_message_holds():
     _, guard = guarded("thoughts", "bytes")
-    chat = [{"role": "assistant", "content": "long thoughts</think>short"}]
+    chat = chat_of({"role": "assistant", "content": "long thoughts</think>short"})
     assert "".join(guard.pieces(chat)).startswith("<|im_start|>assistant\nshort<|im_end|>")
 
 
@@ -135,15 +136,17 @@ def test_marks_whose_writer_cannot_be_told_are_kept_from_callers():
         lambda: NOW,
     )
     guard = GuardedTemplate(formatted, byte_level())
-    assert guard.pieces([{"role": "user", "content": "hello"}]) == ["hello<|im_end|>"]
+    assert guard.pieces(chat_of({"role": "user", "content": "hello"})) == ["hello<|im_end|>"]
     with pytest.raises(InvalidArgument, match=r"a message holds '<\|im_end\|>'"):
-        guard.pieces([{"role": "user", "content": "hello<|im_end|>"}])
+        guard.pieces(chat_of({"role": "user", "content": "hello<|im_end|>"}))
 
 
 def test_marks_of_tools_are_guarded_too():
     source = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     guard = GuardedTemplate(ChatTemplate(source, {}, lambda: NOW), byte_level())
-    pieces = guard.pieces([{"role": "user", "content": "a"}], [{"<|im_end|>": ["<s>"]}])
+    pieces = guard.pieces(
+        chat_of({"role": "user", "content": "a"}, tools=[{"<|im_end|>": ["<s>"]}])
+    )
     assert [byte_level().id_to_token(one) for one in marks_in(pieces, byte_level())] == [
         "<|im_end|>"
     ]

@@ -6,7 +6,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.text.template import ChatTemplate
-from tests.text.texts import NOW
+from tests.text.texts import NOW, chat_of
 
 SAY = "{% for m in messages %}{{ m.content }}{% endfor %}"
 HEAD = "{% for m in messages %}<{{ m['role'] }}>"
@@ -38,16 +38,16 @@ def template(source: str) -> ChatTemplate:
 
 @pytest.mark.parametrize("source", [*PARTS.values(), MIXED, EITHER])
 def test_content_is_given_in_the_form_in_which_it_is_shown(source):
-    assert template(source).render(CHAT) == "<system>be brief<user>hello"
+    assert template(source).render(chat_of(*CHAT)) == "<system>be brief<user>hello"
 
 
 def test_a_role_whose_content_is_left_out_is_refused():
     silent = template("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}")
-    assert silent.render(CHAT[1:]) == "hello"
+    assert silent.render(chat_of(*CHAT[1:])) == "hello"
     with pytest.raises(Unsupported, match="content of system messages"):
-        silent.render(CHAT)
+        silent.render(chat_of(*CHAT))
     with pytest.raises(Unsupported, match="content of user messages"):
-        template("{{ messages[0].content.words }}").render(CHAT[1:])
+        template("{{ messages[0].content.words }}").render(chat_of(*CHAT[1:]))
 
 
 def test_a_template_that_refuses_a_role_says_so_itself():
@@ -55,19 +55,21 @@ def test_a_template_that_refuses_a_role_says_so_itself():
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + SAY
     )
     with pytest.raises(InvalidArgument, match="no system"):
-        refusing.render(CHAT)
+        refusing.render(chat_of(*CHAT))
 
 
 def test_templates_find_what_they_expect():
     chat = [{"role": "user", "content": "é<"}]
-    assert template("{{ messages | tojson }}").render(chat) == (
+    assert template("{{ messages | tojson }}").render(chat_of(*chat)) == (
         '[{"role": "user", "content": "é<"}]'
     )
-    assert template("{{ strftime_now('%Y') }}" + SAY).render(chat) == "2023é<"
+    assert template("{{ strftime_now('%Y') }}" + SAY).render(chat_of(*chat)) == "2023é<"
     loop = "{% for i in [1, 2] %}{% break %}{% endfor %}"
-    assert template(loop + SAY).render(chat) == "é<"
-    assert template("{% generation %}a{% endgeneration %}" + SAY).render(chat) == "aé<"
-    assert template("{% if tools is none %}none{% endif %}" + SAY).render(chat) == "noneé<"
+    assert template(loop + SAY).render(chat_of(*chat)) == "é<"
+    assert template("{% generation %}a{% endgeneration %}" + SAY).render(chat_of(*chat)) == "aé<"
+    assert (
+        template("{% if tools is none %}none{% endif %}" + SAY).render(chat_of(*chat)) == "noneé<"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_templates_find_what_they_expect():
 )
 def test_a_template_that_fails_is_the_callers_error_and_nothing_leaks(source):
     with pytest.raises(InvalidArgument, match="chat template refuses"):
-        template(source).render([{"role": "user", "content": "a"}])
+        template(source).render(chat_of({"role": "user", "content": "a"}))
 
 
 CALLS = [
@@ -113,14 +115,108 @@ STRICT = (
 
 
 def test_calls_are_shown_as_the_template_shows_them() -> None:
-    prompt = template(SHOWING).render(CALLS)
+    prompt = template(SHOWING).render(chat_of(*CALLS))
     assert prompt == '<user>sum?<assistant>[add {"a": 1}]<tool>42'
 
 
 @pytest.mark.parametrize("source", [PLAIN, STRICT])
 def test_calls_are_said_as_text_where_a_template_shows_none(source: str) -> None:
-    prompt = template(source).render(CALLS)
+    prompt = template(source).render(chat_of(*CALLS))
     assert prompt == (
-        '<user>sum?<assistant>Call of a tool: {"name": "add", "arguments": {"a": 1}}'
+        '<user>sum?<assistant><tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
         "<user>Answer of the tool: 42"
     )
+
+
+def test_answers_of_tools_that_follow_each_other_are_one_message() -> None:
+    asked = [*CALLS, {"role": "tool", "tool_call_id": "c2", "content": "43"}]
+    prompt = template(STRICT).render(chat_of(*asked))
+    assert prompt.endswith("<user>Answer of the tool: 42\nAnswer of the tool: 43")
+
+
+QWEN3 = (
+    "{%- if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endif %}"
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{- m.content }}"
+    "{%- for c in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' + (c.function | tojson) +"
+    " '\\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
+"""Written as Qwen3's is: thoughts stay until the user's next message, and may be turned off."""
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_a_caller_sets_variables_of_the_template(name: str) -> None:
+    hi = {"role": "user", "content": "hi"}
+    prompts = [template(QWEN3).render(chat_of(hi, kwargs=k)) for k in ({}, {name: False})]
+    assert prompts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts[1] == prompts[0] + "<think>\n\n</think>\n\n"
+    effort = template("{{ reasoning_effort }}" + SAY)
+    assert effort.render(chat_of(hi, kwargs={"reasoning_effort": "low"})) == "lowhi"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token"])
+def test_what_a_conversation_says_itself_is_no_variable(name: str) -> None:
+    made = ChatTemplate(SAY, {"bos_token": "<s>"}, lambda: NOW)
+    with pytest.raises(InvalidArgument) as refused:
+        made.render(chat_of({"role": "user", "content": "a"}, kwargs={name: "x"}))
+    assert refused.value.param == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize("source", [QWEN3, *PARTS.values(), MIXED, EITHER, PLAIN])
+@pytest.mark.parametrize("said", ["", "It is ", "a\n\n", "{{ x }}"])
+def test_an_answer_that_goes_on_ends_the_prompt(source: str, said: str) -> None:
+    messages = {"role": "user", "content": "hello"}, {"role": "assistant", "content": said}
+    prompt = template(source).render(chat_of(*messages, continues_last=True))
+    assert prompt.endswith(said)
+    assert len(prompt.origin) == len(prompt)
+    asking = template(source).render(chat_of(*messages[:1]))
+    assert prompt.startswith(asking.removesuffix("<|im_start|>assistant\n"))
+
+
+def test_only_an_answer_goes_on() -> None:
+    for messages in ((), ({"role": "user", "content": "hello"},)):
+        with pytest.raises(InvalidArgument, match="last message of the assistant"):
+            template(PLAIN).render(chat_of(*messages, continues_last=True))
+    hiding = template("{% for m in messages %}{{ m.content[:14] }}{% endfor %}")
+    said = {"role": "assistant", "content": "hello world, and more"}
+    with pytest.raises(Unsupported, match="does not end with the last message"):
+        hiding.render(chat_of(said, continues_last=True))
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("source", [PLAIN, STRICT, SAY])
+def test_tools_are_written_as_plain_text_where_a_template_shows_none(source: str) -> None:
+    made = template(source)
+    assert not made.shows_tools
+    prompt = made.render(chat_of(*CALLS[:1], tools=[TOOL]))
+    assert '{"type": "function", "function": {"name": "look"' in prompt
+    assert prompt.index("<tool_call>") < prompt.index("sum?")
+    assert prompt.endswith("sum?")
+    with pytest.raises(Unsupported, match="shows no tools"):
+        made.render(chat_of(*CALLS[:1], tools=[TOOL], plain_tools=False))
+
+
+def test_plain_tools_stand_behind_the_text_of_the_system() -> None:
+    prompt = template(PLAIN).render(chat_of(*CHAT, tools=[TOOL]))
+    assert prompt.startswith("<system>be brief\n\nYou may call tools.")
+    assert prompt.endswith("</tool_call><user>hello")
+
+
+def test_a_template_that_shows_tools_gets_them_itself() -> None:
+    made = template(QWEN3)
+    assert made.shows_tools
+    prompt = made.render(chat_of(*CHAT, tools=[TOOL]))
+    assert prompt.startswith('<|im_start|>system\n{"type": "function"')
+    assert "You may call tools" not in prompt

@@ -19,7 +19,7 @@ from kakeya.text import text as text_module
 from kakeya.text.bound import PromptBound, TooManyTokens
 from kakeya.text.text import OFFLOAD_CHARS, TextModel, Texts
 from tests.gateway.toy import CountingTokenizer, make_folder, make_tokenizer
-from tests.text.texts import NOW, text_model
+from tests.text.texts import NOW, chat_of, text_model
 
 MANY = 1 << 20
 TINY = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"
@@ -35,7 +35,7 @@ async def test_a_long_text_encodes_the_same_off_the_loop():
     model = text_model()
     text = "hello world " * (OFFLOAD_CHARS // 8)
     assert await model.encode(text, at_most=MANY) == model.tokenizer.encode(text).ids
-    chat = await model.encode_chat([{"role": "user", "content": text}], at_most=MANY)
+    chat = await model.encode_chat(chat_of({"role": "user", "content": text}), at_most=MANY)
     assert len(chat) > len(await model.encode(text, at_most=MANY))
 
 
@@ -49,13 +49,13 @@ async def test_many_messages_are_rendered_off_the_loop_however_little_they_say(t
 
     model = await asyncio.to_thread(lambda: Watched(make_folder(tmp_path), lambda: NOW))
     for count in (10, 2000):
-        await model.encode_chat([{"role": "user", "content": ""}] * count, at_most=MANY)
+        await model.encode_chat(chat_of(*[{"role": "user", "content": ""}] * count), at_most=MANY)
     assert [thread is threading.main_thread() for thread in rendered_by] == [True, False]
 
 
 async def test_plain_content_encodes_as_the_whole_prompt_does():
     model = text_model()
-    ids = await model.encode_chat([{"role": "user", "content": "hello world"}], at_most=MANY)
+    ids = await model.encode_chat(chat_of({"role": "user", "content": "hello world"}), at_most=MANY)
     prompt = "<|im_start|>user\nhello world<|im_end|>\n<|im_start|>assistant\n"
     assert ids == model.tokenizer.encode(prompt).ids
 
@@ -88,7 +88,7 @@ def test_a_broken_folder_is_named(tmp_path):
 async def test_the_embedded_model_has_a_tokenizer_and_a_template():
     model = await asyncio.to_thread(TextModel, TINY, lambda: NOW)
     ids = await model.encode_chat(
-        [{"role": "user", "content": "def f(x): # 日本語 😀"}], at_most=MANY
+        chat_of({"role": "user", "content": "def f(x): # 日本語 😀"}), at_most=MANY
     )
     running = model.detokenizer()
     decoded = "".join(running.feed((token,)) for token in ids) + running.finish()
@@ -163,7 +163,7 @@ async def test_what_cannot_fit_is_refused_by_its_length_alone():
     with pytest.raises(TooManyTokens, match="at least"):
         await model.encode(text, at_most=100)
     with pytest.raises(TooManyTokens) as caught:
-        await model.encode_chat([{"role": "user", "content": text}], at_most=100)
+        await model.encode_chat(chat_of({"role": "user", "content": text}), at_most=100)
     assert 100 < caught.value.least_tokens <= counted + 20
 
 
@@ -193,9 +193,9 @@ async def test_the_template_of_tools_takes_the_place_of_the_other(tmp_path):
     more.mkdir()
     (more / "tool_use.jinja").write_text("{{ tools[0].name }}:{{ messages[0].content }}")
     model = await asyncio.to_thread(TextModel, tmp_path, lambda: NOW)
-    chat = [{"role": "user", "content": "hello"}]
+    hello = {"role": "user", "content": "hello"}
     shown = [
-        model.tokenizer.decode(await model.encode_chat(chat, at_most=MANY, tools=tools))
+        model.tokenizer.decode(await model.encode_chat(chat_of(hello, tools=tools), at_most=MANY))
         for tools in ((), ({"name": "look"},))
     ]
     assert shown == ["hello", "look:hello"]
@@ -239,11 +239,11 @@ async def test_a_history_that_was_learned_from_its_tokens_is_not_encoded_again()
         {"role": "user", "content": "What is the capital of the country next to this one?"},
     ]
     before = await asyncio.to_thread(TextModel, TINY, lambda: NOW)
-    token_ids = await before.encode_chat(said, at_most=MANY)
+    token_ids = await before.encode_chat(chat_of(*said), at_most=MANY)
     model = await asyncio.to_thread(TextModel, TINY, lambda: NOW)
     await asyncio.to_thread(model.learn, [token_ids[:-1]])  # as its KV is kept: all but the last
     counting = model._encoder._tokenizer = CountingTokenizer(model.tokenizer)
-    assert await model.encode_chat(said, at_most=MANY) == token_ids
+    assert await model.encode_chat(chat_of(*said), at_most=MANY) == token_ids
     assert not any("capital" in text or "one word" in text for text in counting.texts)
 
 

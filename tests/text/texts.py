@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from kakeya.text.chat import Chat
 from kakeya.text.text import TextModel
 from tests.gateway.toy import make_folder
 
@@ -19,6 +20,10 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 def text_model() -> TextModel:
     with tempfile.TemporaryDirectory() as folder:
         return TextModel(make_folder(Path(folder)), lambda: NOW)
+
+
+def chat_of(*messages, tools=(), **said) -> Chat:
+    return Chat(messages=messages, tools=tuple(tools), **said)
 
 
 def cut(items, sizes):

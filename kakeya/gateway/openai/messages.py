@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import refuse, shown, text
-from kakeya.text.template import Message, Tool
+from kakeya.text.chat import Message, Tool
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096

@@ -29,7 +29,7 @@ from kakeya.gateway.openai.messages import parse_messages, parse_tools
 from kakeya.gateway.openai.share_params import SHARE_PARAMS, read_priority, read_user
 from kakeya.generation.request import GenerationPriority, Sampling
 from kakeya.prefix.seam import CacheUse
-from kakeya.text.template import Message, Tool
+from kakeya.text.chat import Chat, Message, Tool
 
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1000
@@ -92,6 +92,11 @@ class ChatRequest:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     """Tools that the template shows the model; the model cannot call them."""
+
+    @property
+    def chat(self) -> Chat:
+        """What a prompt is written from."""
+        return Chat(messages=self.messages, tools=self.tools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

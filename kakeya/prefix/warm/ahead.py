@@ -57,6 +57,7 @@ from kakeya.prefix.warm.slots import (
     slot_key,
 )
 from kakeya.prefix.warm.warming import Kind, Prefix, WarmSource
+from kakeya.text.chat import Chat
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import most_prompt_tokens
 from kakeya.text.text import Texts
@@ -327,9 +328,10 @@ class NodePrecache:
     async def _render(self, prompt: DeclaredPrompt, facts: ModelFacts) -> Sequence[int]:
         said = await asyncio.to_thread(prompt.read)
         text = await self.texts.get(facts.model_path)
-        messages = [{"role": role, "content": content} for role, content in said.messages]
+        messages = tuple({"role": role, "content": content} for role, content in said.messages)
         at_most = most_prompt_tokens(facts)
-        tokens = await encode_ahead(text, messages, tools=said.tools, at_most=at_most)
+        chat = Chat(messages=messages, tools=tuple(said.tools))
+        tokens = await encode_ahead(text, chat, at_most=at_most)
         if len(tokens) > at_most:
             raise InvalidArgument(
                 f"the declared prompt has {len(tokens)} tokens; {facts.model_id} takes {at_most}"

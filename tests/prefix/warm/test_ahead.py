@@ -22,6 +22,7 @@ from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
 from tests.fakes import FakeClock
 from tests.gateway.toy import TEMPLATE, make_folder
 from tests.prefix.warm.world import BLOCK, Turn, precache_world, prompt_of
+from tests.text.texts import chat_of
 
 
 class StillClock(FakeClock):
@@ -490,7 +491,7 @@ async def test_a_declared_prompt_is_warm_on_the_day_that_its_template_writes(tmp
             await w.precache.sweep()
             while w.precache.status()["queued"] or w.precache.status()["running"]:
                 await asyncio.sleep(0.001)
-            prompt = await text.encode_chat(asked, at_most=1000)
+            prompt = await text.encode_chat(chat_of(*asked), at_most=1000)
             assert w.pages.find("toy", "", prompt) >= len(prompt) // BLOCK * BLOCK - BLOCK
             days.add(text.tokenizer.decode(prompt)[:11])
         assert len(w.warmed) == len(days) > 1
@@ -534,11 +535,11 @@ async def test_a_declared_prompt_ends_where_the_user_begins(folder):
             {"role": "assistant", "content": "b"},
             {"role": "user", "content": "whatever comes"},
         ]
-        asked = await text.encode_chat(messages, at_most=1000)
+        asked = await text.encode_chat(chat_of(*messages), at_most=1000)
         (request,) = w.warmed
         shared = list(request.token_ids)[:-1]
         assert asked[: len(shared)] == shared
-        assert len(shared) in await text.cuts_of(asked, messages, at_most=1000)
+        assert len(shared) in await text.cuts_of(asked, chat_of(*messages), at_most=1000)
         assert text.tokenizer.decode(shared, skip_special_tokens=False).endswith("user\n")
 
 

@@ -1,0 +1,81 @@
+"""The families of calls, and the one that a model writes, found by its chat template.
+
+A package adds a family by an entry point of the group `kakeya.tool_families`: an object that is a
+`ToolFamily`. It goes before the families here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Container, Sequence
+from importlib.metadata import entry_points
+
+from kakeya.text.chat import Tool
+from kakeya.text.tools.calls import Called, CallForm, ToolFamily, called, json_calls
+from kakeya.text.tools.parser_files import TEMPLATE_FAMILIES, TOKEN_FAMILIES
+
+ENTRY_POINTS = "kakeya.tool_families"
+
+
+class JsonFamily:
+    """One JSON object for each call: Hermes, Qwen and others, and tools written as plain text."""
+
+    name = "json_tools"
+    start = "<tool_call>"
+    end = "</tool_call>"
+    inner_marks: Sequence[str] = ()
+    form = CallForm()
+
+    def writes_for(self, template: str, vocabulary: Container[str]) -> bool:
+        """As `ToolFamily`."""
+        return self.start in template
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> list[Called]:
+        """As `ToolFamily`."""
+        return json_calls(text)
+
+
+class BareJsonFamily:
+    """The whole answer is a call, with no marks around it: Llama 3."""
+
+    name = "llama3"
+    start = '{"name":'
+    end = ""
+    inner_marks: Sequence[str] = ()
+    form = CallForm(
+        opening="", before=' "', between='", "parameters": ', closing="", joint='; {"name":'
+    )
+
+    def writes_for(self, template: str, vocabulary: Container[str]) -> bool:
+        """As `ToolFamily`."""
+        return '{"name": function name, "parameters":' in template
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> list[Called]:
+        """As `ToolFamily`."""
+        rest, calls = self.start + text.rstrip(), []
+        while rest:
+            value, at = _DECODER.raw_decode(rest)
+            calls.append(called(value))
+            rest = rest[at:].lstrip("; \n")
+        return calls
+
+
+JSON_FAMILY: ToolFamily = JsonFamily()
+_DECODER = json.JSONDecoder()
+
+
+@functools.cache
+def tool_families() -> tuple[ToolFamily, ...]:
+    """Every family that is installed, in the order in which they are tried.
+
+    Those that a template tells of go before those that a vocabulary tells of.
+    """
+    added = tuple(point.load() for point in entry_points(group=ENTRY_POINTS))
+    return (*added, *TEMPLATE_FAMILIES, BareJsonFamily(), JSON_FAMILY, *TOKEN_FAMILIES)
+
+
+def family_of(template: str, vocabulary: Container[str]) -> ToolFamily:
+    """The family of a model; the JSON family where nothing tells of another."""
+    found = (one for one in tool_families() if one.writes_for(template, vocabulary))
+    return next(found, JSON_FAMILY)
