@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from kakeya.adapters.files.base import base_fingerprint
 from kakeya.adapters.files.packed import Precision, pack
@@ -28,6 +29,7 @@ from tests.engine.adapter_rig import FOLDERS, NAMES, TINY
 CONFIG = PageConfig(page_bytes=512 << 10, slab_pages=4, total_pages=4)
 PROMPT = tuple(range(5, 25))
 SLOTS = 2
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 FINGERPRINT, OTHER = base_fingerprint(TINY), "0" * 64
 PACKED = {
     (name, base): pack(folder, Precision.EXACT, base=base)
@@ -59,8 +61,8 @@ def pages(tmp_path: Path) -> Iterator[Pages]:
         yield Pages(arena)
 
 
-@pytest.fixture
-async def engine() -> AsyncIterator[EngineBackend]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started() -> AsyncIterator[EngineBackend]:
     def command(socket: Path) -> Sequence[str]:
         child = (sys.executable, "-m", "kakeya.node.engine_main", "--socket", str(socket))
         slots = ("--adapter-slots", str(SLOTS), "--adapter-rank", "8")
@@ -69,6 +71,16 @@ async def engine() -> AsyncIterator[EngineBackend]:
     async with EngineBackend("tiny", command, options=PATIENT) as started:
         await started.ready(120.0)
         yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(started: EngineBackend) -> AsyncIterator[EngineBackend]:
+    """One engine for the file, that has no adapter when a test begins."""
+    assert await started.adapters() == ()
+    yield started
+    for name in await started.adapters():
+        await started.unload_adapter(name)
+    assert started.restarts == 0
 
 
 async def decode(engine: EngineBackend, adapter_id: str, tokens: int = 12) -> list[int]:
@@ -125,6 +137,7 @@ async def test_what_is_asked_behind_a_load_computes_with_what_it_brings(
         await engine.load_adapter(name, refs[name], 30.0, out, follow)
         assert await behind[0] == expected[name]
         out = name
+    call.write = write
 
 
 async def test_what_is_asked_behind_a_load_that_fails_is_told_that_it_is_not_there(

@@ -6,11 +6,12 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.client import EngineMemoryLimits
@@ -27,6 +28,7 @@ from kakeya.generation.request import DecodeRequest
 from tests.backends.engine.test_backend import FAST, backend, until
 from tests.mlx.random_models import write_model
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 MIB = 1 << 20
 BLOCK_BYTES = 256 * 2 * 2 * 2 * 16 * 4
 PATIENT = replace(FAST, start_timeout_s=120.0, resume_timeout_s=120.0, call_timeout_s=60.0)
@@ -42,8 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-async def engine(model: Path) -> AsyncIterator[EngineBackend]:
+@asynccontextmanager
+async def running(model: Path) -> AsyncIterator[EngineBackend]:
     def command(socket: Path) -> Sequence[str]:
         child = (sys.executable, "-m", "kakeya.node.engine_main", "--socket", str(socket))
         return (*child, "--model", str(model), "--model-id", "toy")
@@ -51,6 +53,28 @@ async def engine(model: Path) -> AsyncIterator[EngineBackend]:
     async with EngineBackend("toy", command, options=PATIENT) as started:
         await started.ready(120.0)
         yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(model: Path) -> AsyncIterator[EngineBackend]:
+    """One of its own, for a test that limits or ends it."""
+    async with running(model) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(model: Path) -> AsyncIterator[EngineBackend]:
+    async with running(model) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def unlimited(started: EngineBackend) -> AsyncIterator[EngineBackend]:
+    """One for the file, that has no limit and no idle KV when a test begins."""
+    await started.shrink(1 << 40)
+    yield started
+    assert started.limits == EngineMemoryLimits()
+    assert started.restarts == 0
 
 
 def request(length: int, max_tokens: int, kv_key: str = "") -> DecodeRequest:
@@ -72,25 +96,25 @@ async def resident(engine: EngineBackend) -> int:
     return size
 
 
-async def test_its_footprint_is_what_the_system_counts_now(engine: EngineBackend) -> None:
-    footprint = await engine.footprint()
+async def test_its_footprint_is_what_the_system_counts_now(unlimited: EngineBackend) -> None:
+    footprint = await unlimited.footprint()
     assert footprint is not None
-    assert abs(footprint.resident_bytes - await resident(engine)) < 8 * MIB
+    assert abs(footprint.resident_bytes - await resident(unlimited)) < 8 * MIB
     assert 0 < footprint.mlx_active_bytes < footprint.resident_bytes
     assert footprint.idle_kv_bytes == footprint.limit_bytes == 0
-    await decode(engine, request(1000, 4, "a"))
-    kept = await engine.footprint()
+    await decode(unlimited, request(1000, 4, "a"))
+    kept = await unlimited.footprint()
     assert kept is not None
-    assert kept.idle_kv_bytes == (await engine.stats()).kv_live_bytes == 4 * BLOCK_BYTES
+    assert kept.idle_kv_bytes == (await unlimited.stats()).kv_live_bytes == 4 * BLOCK_BYTES
 
 
-async def test_it_shrinks_until_only_what_is_used_is_left(engine: EngineBackend) -> None:
+async def test_it_shrinks_until_only_what_is_used_is_left(unlimited: EngineBackend) -> None:
     for key in "abcd":
-        await decode(engine, request(1000, 4, key))
-    before = await resident(engine)
-    shrunk = await engine.shrink(1 << 40)
+        await decode(unlimited, request(1000, 4, key))
+    before = await resident(unlimited)
+    shrunk = await unlimited.shrink(1 << 40)
     assert (shrunk.idle_kv_bytes, shrunk.mlx_cache_bytes) == (0, 0)
-    assert before - await resident(engine) > 4 * BLOCK_BYTES * 3
+    assert before - await resident(unlimited) > 4 * BLOCK_BYTES * 3
 
 
 async def test_limits_hold_the_context_that_their_kv_allows_and_say_so(
@@ -111,13 +135,13 @@ async def test_limits_hold_the_context_that_their_kv_allows_and_say_so(
     assert engine.running == 0
 
 
-async def test_limits_that_cannot_be_kept_change_nothing(engine: EngineBackend) -> None:
+async def test_limits_that_cannot_be_kept_change_nothing(unlimited: EngineBackend) -> None:
     with pytest.raises(MemoryRefused, match="less than the model itself occupies"):
-        await engine.set_limits(memory_bytes=MIB)
+        await unlimited.set_limits(memory_bytes=MIB)
     with pytest.raises(InvalidArgument, match="holds no sequence"):
-        await engine.set_limits(kv_bytes=1)
-    assert engine.limits == EngineMemoryLimits()
-    assert await decode(engine, request(700, 4)) == 4
+        await unlimited.set_limits(kv_bytes=1)
+    assert unlimited.limits == EngineMemoryLimits()
+    assert await decode(unlimited, request(700, 4)) == 4
 
 
 async def test_a_generation_that_outgrows_the_memory_limit_is_refused_and_the_next_is_served(
@@ -132,16 +156,16 @@ async def test_a_generation_that_outgrows_the_memory_limit_is_refused_and_the_ne
 
 
 async def test_without_slots_it_takes_no_adapters_and_says_how_it_would(
-    engine: EngineBackend,
+    unlimited: EngineBackend,
 ) -> None:
     ref = PageRef(
         slab="none", slab_pages=1, page_bytes=1 << 21, first=0, pages=1, length=10, stamp=1
     )
     with pytest.raises(UnknownMethod, match="start it with --adapter-slots"):
-        await engine.load_adapter("style", ref, 5.0)
+        await unlimited.load_adapter("style", ref, 5.0)
     with pytest.raises(UnknownMethod, match="start it with --adapter-slots"):
-        await engine.unload_adapter("style")
-    assert await engine.adapters() == ()
+        await unlimited.unload_adapter("style")
+    assert await unlimited.adapters() == ()
 
 
 async def test_one_that_is_asked_to_end_comes_back_at_once_and_counts_no_death() -> None:
