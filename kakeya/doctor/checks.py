@@ -83,16 +83,41 @@ def check_protocol(own: Protocols, theirs: Protocols, version: str, peer: Peer) 
     return ok("version", f"{peer.name} speaks protocol {theirs}{named}", peer=peer.name)
 
 
-def check_conflicts(conflicts: Sequence[str], *, data_dir: str) -> Finding:
+def check_conflicts(
+    conflicts: Sequence[str], *, data_dir: str, has_given_way: bool = False
+) -> Finding:
     """Judge whether another process runs under this node's id; `conflicts` name its places."""
     if not conflicts:
         return ok("node id", "no other process uses it")
+    places = "; ".join(conflicts)
+    if has_given_way:
+        return fault(
+            "node id",
+            f"the node at {places} had this node's id first, so this one left the fleet and serves "
+            "nothing: the data directory is a copy. Move it away and let this node join by itself",
+            shell("mv", data_dir, f"{data_dir}.copy"),
+        )
     return fault(
         "node id",
-        f"another process runs under this node's id ({'; '.join(conflicts)}): the data directory "
-        "was copied. Stop the copy, move its data directory away and let it join by itself",
+        f"another process runs under this node's id ({places}) and its card is refused: the data "
+        "directory was copied. Stop the copy, move its data directory away and let it join by "
+        "itself",
         shell("mv", data_dir, f"{data_dir}.copy"),
         on="the machine of the copy",
+    )
+
+
+def check_rivals(rivals: Sequence[str], peer: Peer) -> Finding | None:
+    """Judge whether other processes, at these addresses, run under a peer's id."""
+    if not rivals:
+        return None
+    return fault(
+        "node id",
+        f"another process runs under the id of {peer.name} ({'; '.join(rivals)}) and its card is "
+        "refused: a data directory was copied. Look there",
+        shell("kakeya", "doctor"),
+        on="the machine of the copy",
+        peer=peer.name,
     )
 
 

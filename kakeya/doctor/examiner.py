@@ -137,7 +137,11 @@ class Examiner:
         )
         clock = checks.check_own_clock(self._view.skews(), self._machine.platform)
         conflicts = [c.address for c in self._registry.conflicts(now) if c.is_own]
-        ids = checks.check_conflicts(conflicts, data_dir=str(self._machine.data_dir))
+        ids = checks.check_conflicts(
+            conflicts,
+            data_dir=str(self._machine.data_dir),
+            has_given_way=self._registry.own_card.is_leaving,
+        )
         lines += [
             warning("node", text, shell("kakeya", "status")) for text in self._view.warnings()
         ]
@@ -169,6 +173,8 @@ class Examiner:
         if peer.node_id and self._view.is_revoked(peer.node_id):
             return [checks.revoked_peer(peer)]
         lines = [way_checks.not_dialled(a, reason, peer) for a, reason in reasons.items()]
+        rivals = checks.check_rivals(self._rivals_of(target.card), peer)
+        lines += [rivals] if rivals is not None else []
         lines += await self._judge_ways(dials, peer)
         used = self._view.route(target.card) if target.card else target.ways[0].address
         path = way_checks.check_path(used, dials, peer)
@@ -178,6 +184,17 @@ class Examiner:
         lines.append(path)
         address = used if any(dial.address == used for dial in working) else working[0].address
         return lines + await self._ask_back(address, target)
+
+    def _rivals_of(self, card: Card | None) -> list[str]:
+        """Addresses of processes, beside the one with this card, that use its node's id."""
+        found = self._registry.conflicts(self._clock.wall()) if card is not None else ()
+        return [
+            conflict.address
+            for conflict in found
+            if card is not None
+            and conflict.node_id == card.node_id
+            and conflict.address not in card.addresses
+        ]
 
     def _reasons_against(self, target: Target) -> dict[str, str]:
         """Find the reasons against dialling addresses that only the peer's card names."""
@@ -274,9 +291,14 @@ class Examiner:
                 own.ring_address, target.card.ring_address if target.card else "", peer
             ),
         ]
-        if answer.conflicts:
+        rivals = [a for a in answer.conflicts if a not in self._registry.own_addresses]
+        if rivals:
             found.append(
-                checks.check_conflicts(answer.conflicts, data_dir=str(self._machine.data_dir))
+                checks.check_conflicts(
+                    rivals,
+                    data_dir=str(self._machine.data_dir),
+                    has_given_way=self._registry.own_card.is_leaving,
+                )
             )
         return [line for line in found if line is not None]
 

@@ -77,8 +77,8 @@ class Agent:
     """A node from start to stop: it serves inside an `async with`.
 
     The caller holds the data directory from before the start until after the stop. Entering raises
-    ConfigError for an address, a folder, a key or a model that cannot be used, and the errors of
-    joining a fleet.
+    ConfigError for an address, a folder, a key or a model that cannot be used, Conflict while
+    another process serves under this node's id, and the errors of joining a fleet.
     """
 
     def __init__(self, config: NodeConfig, engine_command: EngineCommand, home: DataDir) -> None:
@@ -242,10 +242,10 @@ class Agent:
             trust,
             self._health,
             clock=self._clock,
-            started_mono=self._started_mono,
-            interval_s=config.fleet.interval_s,
             why_not_dial=self._plane.why_not_dial,
+            poke=self._plane.poke,
         )
+        await self._plane.refuse_taken_id()
         if trust is not None:
             trust.subscribe(lambda _: self._drop_revoked())
         self._keeper = StateWriter(

@@ -33,9 +33,12 @@ from kakeya.fleet.identity.identity import load_peers
 from kakeya.fleet.identity.membership import FleetSecurity, Membership
 from kakeya.fleet.identity.renewal import MembershipService
 from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.liveness.duplicate_id import refuse_taken_id
 from kakeya.fleet.liveness.probing import Prober
 from kakeya.fleet.paths.discovery import Discovery
 from kakeya.fleet.paths.routes import Routes
+from kakeya.fleet.view.merging import LATENCY_S
+from kakeya.fleet.view.own_card import PATIENCE_ROUNDS
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.fleet.view.suspicion import Doubt
 from kakeya.node.figures import fleet_figures, gossip_figures, invite_figures, route_figures
@@ -47,6 +50,8 @@ from kakeya.wire.channels import Channels
 from kakeya.wire.security import ChannelSecurity
 from kakeya.wire.server.authorization import current_caller
 
+_MAX_ASKED = 8
+"""Peers that a start asks about its id: enough that one of them lives."""
 _CERTIFICATES_S = 30.0
 """Seconds between two searches for expired certificates of other nodes."""
 OPEN_FLEET = "open"
@@ -88,6 +93,7 @@ class NodeFleet:
             mono=clock.mono(),
             memory=state.memory,
             trust=self.trust,
+            patience_s=PATIENCE_ROUNDS * config.interval_s + LATENCY_S,
         )
         self.security: ChannelSecurity | None = None
         if trust is not None:
@@ -116,10 +122,11 @@ class NodeFleet:
         self.service = CapabilityService(self.registry, self.sync, clock=clock)
         self.discovery = self._discovery(config, state.node_id)
         seeds = config.peers + (load_peers(data_dir) if trust else ())
+        self._seeds = tuple(dict.fromkeys(seeds))
         self.gossip = Gossip(
             self.registry,
             GossipConfig(
-                seeds=tuple(dict.fromkeys(seeds)),
+                seeds=self._seeds,
                 interval_s=config.interval_s,
                 fanout=config.fanout,
             ),
@@ -159,6 +166,20 @@ class NodeFleet:
             if not outcome.error:
                 self.reach.answered(outcome.address, outcome.rtt_s * 1000)
         self._on_round(done)
+
+    async def refuse_taken_id(self) -> None:
+        """Raise Conflict while another process serves under this node's id, as peers tell."""
+        remembered = self.registry.remembered_addresses(self._clock.wall())
+        known = [address for address in remembered if self._may_dial(address)]
+        peers = [*self._seeds, *self._rng.sample(known, len(known))]
+        await refuse_taken_id(
+            self.registry,
+            tuple(dict.fromkeys(peers))[:_MAX_ASKED],
+            channels=self.channels,
+            trust=self.trust,
+            clock=self._clock,
+            why_not_dial=self.why_not_dial,
+        )
 
     def poke(self) -> None:
         """Ask for a gossip round soon."""

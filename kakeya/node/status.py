@@ -150,7 +150,10 @@ def _warnings(view: NodeView) -> list[str]:
     fleet = view.fleet
     names = {card.node_id: card.label or card.node_id for card in view.cards}
     found = own_warnings(view)
+    rightful = {(card.node_id, address) for card in view.cards for address in card.addresses}
     for conflict in fleet.conflicts:
+        if (conflict.node_id, conflict.address) in rightful:
+            continue
         whose = (
             "this node's id"
             if conflict.is_own

@@ -146,6 +146,8 @@ class NodeCapability(_message.Message):
     IS_AUTHORITY_FIELD_NUMBER: _builtins.int
     BEAT_ANCHOR_FIELD_NUMBER: _builtins.int
     IS_CAREFUL_FIELD_NUMBER: _builtins.int
+    IS_LEAVING_FIELD_NUMBER: _builtins.int
+    STARTED_AT_UNIX_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
@@ -173,6 +175,10 @@ class NodeCapability(_message.Message):
     """End of the hash chain whose earlier values prove the owner's heartbeats (fleet.proto); 8 bytes."""
     is_careful: _builtins.bool
     """Whether the node takes less upon itself, because its machine panicked or ran out of memory."""
+    is_leaving: _builtins.bool
+    """The last card of this life: the process ends, or it gives way to another one with its id."""
+    started_at_unix: _builtins.float
+    """The owner's clock at its start; of two processes with one id, the first serves on. 0 = unknown."""
     certificate: _builtins.bytes
     """The owner's certificate, DER; absent in a fleet without identities."""
     signature: _builtins.bytes
@@ -208,12 +214,14 @@ class NodeCapability(_message.Message):
         is_authority: _builtins.bool = ...,
         beat_anchor: _builtins.bytes = ...,
         is_careful: _builtins.bool = ...,
+        is_leaving: _builtins.bool = ...,
+        started_at_unix: _builtins.float = ...,
         certificate: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "beat_anchor", b"beat_anchor", "caches", b"caches", "certificate", b"certificate", "endpoints", b"endpoints", "grpc_address", b"grpc_address", "incarnation", b"incarnation", "is_authority", b"is_authority", "is_careful", b"is_careful", "label", b"label", "life", b"life", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "prefill_workers", b"prefill_workers", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ring_address", b"ring_address", "signature", b"signature", "ttl_seconds", b"ttl_seconds", "unified_memory_bytes", b"unified_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "beat_anchor", b"beat_anchor", "caches", b"caches", "certificate", b"certificate", "endpoints", b"endpoints", "grpc_address", b"grpc_address", "incarnation", b"incarnation", "is_authority", b"is_authority", "is_careful", b"is_careful", "is_leaving", b"is_leaving", "label", b"label", "life", b"life", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "prefill_workers", b"prefill_workers", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ring_address", b"ring_address", "signature", b"signature", "started_at_unix", b"started_at_unix", "ttl_seconds", b"ttl_seconds", "unified_memory_bytes", b"unified_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -363,6 +363,19 @@ def test_a_second_process_under_the_id_is_a_fault() -> None:
     assert line.level is Severity.FAULT
     assert "10.0.0.9:50051" in line.detail
     assert line.command == "mv '/my data' '/my data.copy'"
+    assert line.on == "the machine of the copy"
+    copy = checks.check_conflicts(["10.0.0.9:50051"], data_dir="/d", has_given_way=True)
+    assert (copy.level, copy.on) == (Severity.FAULT, "")
+    assert "serves nothing" in copy.detail
+
+
+def test_a_rival_of_a_peer_is_told_with_its_address() -> None:
+    assert checks.check_rivals([], MAC) is None
+    line = checks.check_rivals(["10.0.0.9:50051"], MAC)
+    assert line is not None
+    assert line.level is Severity.FAULT
+    assert "10.0.0.9:50051" in line.detail
+    assert line.peer == MAC.name
 
 
 @pytest.mark.parametrize(

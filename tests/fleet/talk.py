@@ -124,6 +124,12 @@ class Town:
         self._due = [(self.rng.random() * INTERVAL_S, name) for name in sorted(self.parties)]
         heapq.heapify(self._due)
 
+    def add(self, party: Party, *, name: str) -> None:
+        """Let one more process take part, under a name of its own; its first round is due."""
+        party.name = name
+        self.parties[name] = party
+        heapq.heappush(self._due, (self.t, name))
+
     def run(self, seconds: float, look: Callable[[], None] = lambda: None) -> None:
         """Let time pass; `look` is called before each round."""
         end = self.t + seconds

@@ -9,6 +9,9 @@ The largest wins, hence merges commute, associate and repeat without effect, tie
 lives in one incarnation, which are two processes with one id, the smaller number wins everywhere
 and for good, so no view alternates between them.
 
+The last card of a life says that it leaves. It ends this life only: another life's card stays, and
+comes back in its place.
+
 A card shows the offer of its owner; the owner's beats (`beats.py`) show that it lives, and only for
 owners without beats the card's own stamp does. Values and predicates only: no clock, no wire format
 (`convert.py`), no memory (`registry.py`).
@@ -166,6 +169,7 @@ class Card:
     `digest` is the SHA-256 of the bytes and `key` its first 8 bytes as a little-endian number, by
     which beats name the card. `anchor` is the end of the owner's hash chain as such a number;
     None = its beats are not proven. `life` 0, like `protocol_max` 0: a node without extensions.
+    `started_at` is the owner's clock when its life began; 0 = not told.
     """
 
     wire: bytes
@@ -190,6 +194,8 @@ class Card:
     endpoints: tuple[Endpoint, ...]
     is_careful: bool = False
     caches: tuple[CacheOffer, ...] = ()
+    is_leaving: bool = False
+    started_at: float = 0.0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Card) and self.wire == other.wire

@@ -255,6 +255,8 @@ def from_wire(wire: bytes) -> Card:
         _endpoints_from_wire(message.endpoints) if message.endpoints else (),
         message.is_careful,
         _caches_from_wire(message.caches) if message.caches else (),
+        message.is_leaving,
+        message.started_at_unix,
     )
 
 
@@ -303,6 +305,8 @@ def to_wire(
     announced_at: float,
     life: int = 0,
     anchor: bytes = b"",
+    is_leaving: bool = False,
+    started_at: float = 0.0,
 ) -> bytes:
     """Encode an own card, with the protocol range of this build and no signature yet."""
     message = pb.NodeCapability(
@@ -322,6 +326,8 @@ def to_wire(
         life=life,
         is_authority=offer.is_authority,
         is_careful=offer.is_careful,
+        is_leaving=is_leaving,
+        started_at_unix=started_at,
         beat_anchor=anchor,
         endpoints=[
             pb.NodeEndpoint(

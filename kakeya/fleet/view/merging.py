@@ -33,7 +33,7 @@ class MergeReport:
     `beaten` counts the nodes that beat anew, `clamped` the changed cards whose TTL was out of
     bounds. `conflicts` are newly found addresses of other
     processes that use this node's id. `has_own`: the batch held a card of this node. `has_jumped`:
-    an earlier life made that card, and the incarnation was raised above it.
+    an earlier life or a rival that came later made it, and the incarnation was raised above it.
     """
 
     changed: tuple[NodeId, ...] = ()
@@ -81,17 +81,14 @@ class Merger:
                 changed.append(card.node_id)
         beaten = self._peers.hear(beats, now=now, mono=mono)
         heard = [self._hear_own(card, told, now, mono) for card, told in own]
-        has_jumped = any(
-            self._own_card.jump_above(card, now) for card, is_other in heard if not is_other
-        )
-        if has_jumped:
-            self._own_card.restamp(now=now, mono=mono)
+        conflicts = self._news_of_impostors([c for c, other in heard if other], now, mono)
+        has_jumped = self._jump_above(heard, now, mono)
         return MergeReport(
             changed=tuple(changed),
             dropped=dropped,
             beaten=beaten,
             clamped=clamped,
-            conflicts=self._news_of_impostors([card for card, other in heard if other], now),
+            conflicts=conflicts,
             has_own=bool(own),
             has_jumped=has_jumped,
         )
@@ -139,6 +136,8 @@ class Merger:
         if card.life == own.life or card.grpc_address in own.addresses:
             self._peers.unwanted.refuse(card.key, MAX_BEATS, mono)
             return card, False
+        if own.has_jumped(card.life) and card.is_newer_than(own.card):
+            return card, True  # it answered a card of this life
         if told is None or not self._is_vouched_for(card, told):
             return card, card.announced_at > own.started_at
         return card, mono - told.age_s > own.started_mono + LATENCY_S
@@ -149,10 +148,30 @@ class Merger:
             return True
         return told.number > 0 and self._peers.held.proves(card, told)
 
-    def _news_of_impostors(self, cards: list[Card], now: float) -> tuple[str, ...]:
-        note = self._peers.conflicts.note
-        addresses = dict.fromkeys(card.grpc_address for card in cards)
-        return tuple(a for a in addresses if note(self._own_card.node_id, a, is_own=True, now=now))
+    def _news_of_impostors(self, cards: list[Card], now: float, mono: float) -> tuple[str, ...]:
+        own, note = self._own_card, self._peers.conflicts.note
+        found: dict[str, bool] = {}
+        for card in cards:
+            is_first = not card.is_leaving and own.is_second_to(card, mono=mono)
+            found[card.grpc_address] = is_first or found.get(card.grpc_address, False)
+        return tuple(
+            address
+            for address, is_first in found.items()
+            if note(own.node_id, address, is_own=True, is_first=is_first, now=now)
+        )
+
+    def _jump_above(self, heard: list[tuple[Card, bool]], now: float, mono: float) -> bool:
+        """Order above earlier lives, and above rivals that came later; returns whether it did."""
+        own, has_jumped = self._own_card, False
+        if own.is_leaving:
+            return False
+        for card, is_other in heard:
+            is_rival = is_other and not card.is_leaving
+            if not (is_rival and own.is_second_to(card, mono=mono)):
+                has_jumped |= own.jump_above(card, now, is_living=is_rival)
+        if has_jumped:
+            own.restamp(now=now, mono=mono)
+        return has_jumped
 
 
 def _key_of(wire: bytes) -> int:

@@ -8,13 +8,14 @@ Between bodies the node beats, at most once a second. Never taken from gossip.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import (
+    DEFAULT_INTERVAL_S,
     FAREWELL_TTL_S,
     MAX_AHEAD_S,
     MAX_INCARNATION,
@@ -34,12 +35,21 @@ DEFENCE_S = 2.0
 """Least time between two beats that answer accusations; one refutes all accusations before it."""
 PLAIN_AGE_S = 8.0
 """Age at which a body is renewed for nodes that judge by stamps: once in each default interval."""
+PATIENCE_ROUNDS = 3
+PATIENCE_S = PATIENCE_ROUNDS * DEFAULT_INTERVAL_S + 5.0
+"""A process that meets its own id within this time of its start, three rounds, came second."""
+MAX_JUMPS = 3
+"""Jumps above one living rival after which the earlier start decides: a newcomer in its patience
+makes fewer, so only two processes that lived long without a way to each other come so far."""
 _STEP_S = 0.001
 _KEYS_KEPT = 64
 
 
 class OwnCard:
-    """One life of this node. `incarnation` counts its starts; a heard card may raise it."""
+    """One life of this node. `incarnation` counts its starts; a heard card may raise it.
+
+    `patience_s` is the time for which a process that meets its own id takes itself for the second.
+    """
 
     def __init__(
         self,
@@ -52,12 +62,16 @@ class OwnCard:
         stamp: float,
         trust: CardTrust | None,
         entropy: Callable[[int], bytes],
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.node_id = node_id
         self.incarnation = incarnation
         self.life = int.from_bytes(entropy(8), "little") or 1
         self.started_at, self.started_mono = now, mono
+        self.patience_s = patience_s
         self.is_leaving = False
+        self._jumps: Counter[int] = Counter()
+        """Jumps above each living rival, by its life."""
         self._trust, self._entropy = trust, entropy
         self._stamped_at = stamp if stamp < now + MAX_JUMP_S else 0.0
         self._stamped_mono = mono
@@ -122,13 +136,18 @@ class OwnCard:
         elapsed_s = max(mono - self._stamped_mono, _STEP_S)
         announced_at = max(now, self._stamped_at + elapsed_s)
         chain = None if self._trust is None else Chain(self.life, self._entropy)
+        told = offer
+        if self.is_leaving:
+            told = replace(offer, models=(), caches=(), ttl_s=FAREWELL_TTL_S)
         wire = to_wire(
             self.node_id,
-            offer,
+            told,
             incarnation=self.incarnation,
             announced_at=announced_at,
             life=self.life,
             anchor=b"" if chain is None else chain.anchor,
+            is_leaving=self.is_leaving,
+            started_at=self.started_at,
         )
         if self._trust is not None:
             wire = self._trust.seal(wire)
@@ -181,12 +200,19 @@ class OwnCard:
             self._beat_mono = mono
 
     def farewell(self, *, now: float, mono: float) -> Card:
-        """Make the last body: no models, and gone from all views in ten seconds."""
-        offer = replace(self._offer, models=(), caches=(), ttl_s=FAREWELL_TTL_S)
-        self.is_leaving = False
-        card = self.announce(offer, now=now, mono=mono)
+        """Make the last body: no models, and gone from all views in ten seconds.
+
+        Until `come_back` every body is such a one, and this node does not beat.
+        """
         self.is_leaving = True
-        return card
+        return self.restamp(now=now, mono=mono)
+
+    def come_back(self, *, now: float, mono: float) -> Card:
+        """Announce the offer again after a farewell, as a process that starts only then."""
+        self.is_leaving = False
+        self.started_at, self.started_mono = now, mono
+        self._jumps.clear()
+        return self.restamp(now=now, mono=mono)
 
     def _checked(self, wire: bytes, offer: Offer, announced_at: float) -> Card:
         try:
@@ -215,17 +241,42 @@ class OwnCard:
         self._stamped_at, self._stamped_mono = 0.0, mono
         self.restamp(now=now, mono=mono)
 
-    def jump_above(self, card: Card, now: float) -> bool:
-        """Order above an earlier life of this node; returns whether the stamp had to jump.
+    def jump_above(self, card: Card, now: float, *, is_living: bool = False) -> bool:
+        """Order above another life of this node; returns whether the stamp had to jump.
 
-        The next body carries the new stamp.
+        The next body carries the new stamp. `is_living`: a process made the card that lives beside
+        this one.
         """
         is_countable = math.isfinite(card.announced_at) and card.incarnation < MAX_INCARNATION - 1
         if card.life == self.life or not is_countable or not card.is_newer_than(self._card):
             return False
+        self._jumps[card.life] += is_living
         self.incarnation = max(self.incarnation, card.incarnation + 1)
         # Peers that hold that card may have a clock that is ahead, and refuse a lower stamp as too
         # old: go on from that card's stamp. `begin_anew` undoes it if they do not.
         if card.announced_at < now + MAX_JUMP_S:
             self._stamped_at = max(self._stamped_at, card.announced_at)
         return True
+
+    # --- rivals: living processes with this id
+
+    def has_jumped(self, life: int) -> bool:
+        """Whether this process ordered itself above a life before: a later card of it is alive."""
+        return self._jumps[life] > 0
+
+    def is_second_to(self, rival: Card, *, mono: float) -> bool:
+        """Whether the living process that made a card with this id came first.
+
+        Clocks may be wrong, so they decide only where nothing else does: between processes that
+        started together, and between two that each jumped above the other several times.
+        """
+        began, rival_began = self.started_at, rival.started_at
+        is_earlier = (rival_began, rival.life) < (began, self.life)
+        if mono - self.started_mono > self.patience_s:
+            insists = rival.is_newer_than(self._card) and self._jumps[rival.life] >= MAX_JUMPS
+            return insists and is_earlier
+        started_together = (
+            abs(rival_began - began) <= self.patience_s
+            and rival.announced_at - rival_began <= self.patience_s
+        )
+        return is_earlier or not started_together

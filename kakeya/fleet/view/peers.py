@@ -78,20 +78,35 @@ class Peers:
                 self.unwanted.refuse(card.key, MAX_BEATS, mono)
             return fault
         held = self.held.card(card.node_id)
-        if held is not None and not card.is_newer_than(held):
+        if held is not None and not _replaces(card, held):
             if self.unwanted.replaced(card.key) is None:
                 self.unwanted.replace(card, told.number if told else MAX_BEATS, mono)
+            if card.is_leaving and card.life != held.life:
+                self._tombstones.bury(card, MAX_BEATS, mono)
             return False
         if held is not None:
-            self.unwanted.replace(held, self.held.number(held), mono)
+            self._replace(held, card, now, mono)
         age_s = max(0.0, now - card.announced_at) if told is None else told.age_s
         self.held.keep(card, age_s=age_s, mono=mono)
-        self._tombstones.raise_up(card.node_id)
+        self._tombstones.raise_up(card)
+        if card.is_leaving:
+            self.unwanted.reopen(card, mono)
         self.remembered.drop(card.node_id)
         self._tell_suspicions(card)
         if self.is_hearsay(card):
             self.suspicions.look_at(card.grpc_address)
         return True
+
+    def _replace(self, held: Card, card: Card, now: float, mono: float) -> None:
+        """Let go of the held card for another one of its node."""
+        number = self.held.number(held)
+        self.unwanted.replace(held, number, mono)
+        if held.life == card.life:
+            return
+        if self._tombstones.has(card) and not held.is_leaving and self.held.is_live(held, mono):
+            # A start draws a new life: one that comes back above another lived on beside it.
+            self._note_conflict(card, held, now)
+        self._tombstones.bury(held, number, mono)
 
     def _fault_of(self, card: Card, told: Told | None, now: float, mono: float) -> CardFault | None:
         fault = fault_of(card, now, is_beating=told is not None)
@@ -108,7 +123,7 @@ class Peers:
             fault = self._trust.fault_of(card, now)
             if fault is not None:
                 return fault
-        if held is not None:
+        if held is not None and (card.life == held.life or not held.is_leaving):
             return self._fault_of_rival(card, held, now, mono)
         if not self._tombstones.holds_down(card, 0, mono):
             return None
@@ -132,6 +147,7 @@ class Peers:
             card.incarnation == held.incarnation
             and card.life != held.life
             and card.grpc_address != held.grpc_address
+            and not card.is_leaving
             and self.held.is_live(held, mono)
         )
         if not is_rival:
@@ -204,6 +220,7 @@ class Peers:
         for card in gone:
             lived_s = mono - self.held.lived_mono(card)
             self._tombstones.bury(card, self.held.number(card), mono)
+            self.unwanted.reopen(card, mono)
             self.remembered.add(Sighting(card.node_id, card.grpc_address, now - lived_s))
             self._let_go(card)
         self.remembered.forget_old(now)
@@ -224,3 +241,10 @@ class Peers:
     def _let_go(self, card: Card) -> None:
         self.contacts.forget(card.node_id)
         self.held.drop(card)
+
+
+def _replaces(card: Card, held: Card) -> bool:
+    """Whether a card takes the place of the held one: a life that ended keeps none from another."""
+    if card.life != held.life and card.is_leaving != held.is_leaving:
+        return held.is_leaving
+    return card.is_newer_than(held)

@@ -28,7 +28,7 @@ from kakeya.fleet.view.beats import Beats, Floats, no_beats
 from kakeya.fleet.view.card_table import CardIndex
 from kakeya.fleet.view.conflicts import IdConflict
 from kakeya.fleet.view.merging import Merger, MergeReport
-from kakeya.fleet.view.own_card import OwnCard
+from kakeya.fleet.view.own_card import PATIENCE_S, OwnCard
 from kakeya.fleet.view.peers import Peers
 from kakeya.fleet.view.slices import Slices, finish
 from kakeya.fleet.view.suspicion import Suspicions
@@ -51,7 +51,8 @@ class CapabilityRegistry:
     `incarnation` counts this node's starts; the caller keeps it on disk, one higher per start, and
     reads the property again after merges, which may raise it; `memory` is the value of `memory()`
     from an earlier life. `limit` bounds the cards. With `trust`, only signed cards and proven beats
-    count. `entropy` draws secret bytes. Registries of one process may share an `index`.
+    count. `entropy` draws secret bytes. Registries of one process may share an `index`. A process
+    that meets its own id within `patience_s` of its start came second.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class CapabilityRegistry:
         trust: CardTrust | None = None,
         entropy: Callable[[int], bytes] = os.urandom,
         index: CardIndex | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         if not is_valid_node_id(node_id):
             raise InvalidArgument(
@@ -85,6 +87,7 @@ class CapabilityRegistry:
             stamp=memory.stamp,
             trust=trust,
             entropy=entropy,
+            patience_s=patience_s,
         )
         self.peers = Peers(limit=limit, trust=trust, index=index or CardIndex())
         self._held = self.peers.held
@@ -154,6 +157,15 @@ class CapabilityRegistry:
     def farewell(self, *, now: float, mono: float) -> Card:
         """Announce the last card: no models, gone from all views in ten seconds; then silence."""
         return self.own_card.farewell(now=now, mono=mono)
+
+    def give_way(self, *, now: float, mono: float) -> None:
+        """Leave the fleet to the process that had this id first, and go on listening."""
+        if not self.own_card.is_leaving:
+            self.own_card.farewell(now=now, mono=mono)
+
+    def come_back(self, *, now: float, mono: float) -> None:
+        """Be a node of the fleet again after `give_way`: the other process is gone."""
+        self.own_card.come_back(now=now, mono=mono)
 
     def accept_refusal(self, *, now: float, mono: float) -> bool:
         """Begin again at the wall clock when peers refuse this card because its stamp is ahead.

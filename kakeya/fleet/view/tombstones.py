@@ -1,8 +1,8 @@
 """Memory of nodes that a registry does not hold: their addresses and their last cards.
 
 remembered      addresses of expired peers, dialled again for a day, so that partitions heal
-tombstones      the last card and beat of each expired node; relays alone kept any card alive that
-                is no later, and it does not return
+tombstones      the last card and beat of each life of a node that expired, left or was replaced;
+                relays alone kept any card of it alive that is no later, and it does not return
 unwanted        keys of cards that were replaced or refused, not to be asked for again
 RegistryState   the part that a node writes to disk: enough to find the fleet and order its cards
 """
@@ -22,6 +22,8 @@ TOMBSTONE_S = 2 * MAX_TTL_S
 """Longer than any relay can hold the card of a node that is gone."""
 REFUSED_S = 300.0
 """Time after which a refused card is looked at again: the reason may have passed."""
+MAX_LIVES = 4
+"""Lives remembered of one node: starts within `TOMBSTONE_S`, and copies of it."""
 MAX_REPLACED = 16
 """Replaced cards remembered of one node: more bodies than a node makes in a TTL."""
 
@@ -77,7 +79,7 @@ class Remembered:
 
 
 class Tombstone(NamedTuple):
-    """The last card and beat of a node that expired."""
+    """The last card and beat of one life of a node."""
 
     incarnation: int
     announced_at: float
@@ -87,24 +89,36 @@ class Tombstone(NamedTuple):
 
 
 class Tombstones:
-    """Nodes that expired, bounded: the longest gone is forgotten first."""
+    """Lives of nodes that are over, bounded: the node whose life ended longest ago is forgotten.
+
+    A life is over at its last known card and beat; a process that lives shows a later one. A stone
+    counts for its own life only, so the end of a copy with the same id buries no other process.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._stones: OrderedDict[NodeId, Tombstone] = OrderedDict()
+        self._stones: OrderedDict[NodeId, dict[int, Tombstone]] = OrderedDict()
 
     def bury(self, card: Card, number: int, mono: float) -> None:
-        """Note that a node expired with this card at this beat."""
-        self._stones[card.node_id] = Tombstone(
-            card.incarnation, card.announced_at, card.key, number, mono + TOMBSTONE_S
-        )
+        """Note that a life of a node ended with this card at this beat."""
+        lives = self._stones.setdefault(card.node_id, {})
+        stone = Tombstone(card.incarnation, card.announced_at, card.key, number, mono + TOMBSTONE_S)
+        known = lives.pop(card.life, stone)
+        later = max(stone, known, key=lambda s: (s.incarnation, s.announced_at, s.number))
+        lives[card.life] = later._replace(until_mono=stone.until_mono)
+        if len(lives) > MAX_LIVES:
+            del lives[next(iter(lives))]
         self._stones.move_to_end(card.node_id)
         while len(self._stones) > self._limit:
             self._stones.popitem(last=False)
 
+    def has(self, card: Card) -> bool:
+        """Whether the life that made a card was taken for over."""
+        return card.life in self._stones.get(card.node_id, {})
+
     def holds_down(self, card: Card, number: int, mono: float) -> bool:
-        """Whether a card at a (proven) beat is no later than the node's expired card."""
-        stone = self._stones.get(card.node_id)
+        """Whether a card at a (proven) beat is no later than the last one of its life."""
+        stone = self._stones.get(card.node_id, {}).get(card.life)
         if stone is None or mono > stone.until_mono:
             return False
         if card.key == stone.key:
@@ -112,15 +126,17 @@ class Tombstones:
         mine, theirs = card.incarnation, card.announced_at
         return (mine, theirs) <= (stone.incarnation, stone.announced_at)
 
-    def raise_up(self, node_id: NodeId) -> None:
-        """Forget the tombstone of a node that is back."""
-        self._stones.pop(node_id, None)
+    def raise_up(self, card: Card) -> None:
+        """Forget the tombstone of a life that is back."""
+        lives = self._stones.get(card.node_id, {})
+        if lives.pop(card.life, None) is not None and not lives:
+            del self._stones[card.node_id]
 
     def forget_old(self, mono: float) -> None:
-        """Forget nodes that expired long ago."""
+        """Forget nodes whose last life ended long ago."""
         while self._stones:
-            node_id, stone = next(iter(self._stones.items()))
-            if mono <= stone.until_mono:
+            node_id, lives = next(iter(self._stones.items()))
+            if mono <= max(stone.until_mono for stone in lives.values()):
                 return
             del self._stones[node_id]
 
@@ -144,9 +160,9 @@ class Replaced(NamedTuple):
 class Unwanted:
     """Keys of cards that were looked at and are not asked for again, bounded.
 
-    A replaced card is never wanted; a refused card is wanted once it beat again or `REFUSED_S`
-    went by. Of one node's replaced cards only the latest are kept: a node that makes new cards all
-    the time displaces only its own.
+    A replaced card is not wanted while another life of its node is held; a refused card is wanted
+    once it beat again or `REFUSED_S` went by. Of one node's replaced cards only the latest are
+    kept: a node that makes new cards all the time displaces only its own.
     """
 
     def __init__(self, limit: int) -> None:
@@ -178,10 +194,20 @@ class Unwanted:
         )
         while len(self._replaced) > self._limit:
             _, oldest = self._replaced.popitem(last=False)
-            keys = self._keys[oldest.node_id]
-            keys.popleft()
-            if not keys:
-                del self._keys[oldest.node_id]
+            self._keep_keys(oldest.node_id)
+
+    def _keep_keys(self, node_id: NodeId) -> None:
+        """Keep of a node's keys those of cards that are remembered."""
+        left = deque(key for key in self._keys.pop(node_id, ()) if key in self._replaced)
+        if left:
+            self._keys[node_id] = left
+
+    def reopen(self, card: Card, mono: float) -> None:
+        """Want the cards that a node's other lives left, once they beat again: this life ended."""
+        keys = self._keys.get(card.node_id, ())
+        for key in [key for key in keys if self._replaced[key].life != card.life]:
+            self.refuse(key, self._replaced.pop(key).number, mono)
+        self._keep_keys(card.node_id)
 
     def replaced(self, key: int) -> Replaced | None:
         """The replaced card with a key."""

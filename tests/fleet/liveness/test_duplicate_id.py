@@ -9,18 +9,21 @@ from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
+import pytest
 
 from kakeya.core.clock import SystemClock
+from kakeya.core.errors import Conflict
 from kakeya.fleet.cards.cards import Card, Offer
 from kakeya.fleet.gossip.service import CapabilityService, register
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.identity.authority import authority_of, new_fleet
 from kakeya.fleet.identity.trust import FleetTrust
-from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch, answers_as
+from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch, answers_as, refuse_taken_id
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.tls import server_credentials
 from tests.fakes import FakeClock
+from tests.fleet.nodes import running_node
 
 CLOCK = SystemClock()
 FOUNDER = new_fleet("mini-1", CLOCK.wall())
@@ -94,7 +97,7 @@ async def test_without_identities_the_word_of_the_other_counts() -> None:
 
 
 class Newcomer:
-    """A node that begins to look for others with its id; rounds of 10 s, so 30 s and a little."""
+    """A node that begins to look for others with its id."""
 
     def __init__(self, why_not_dial: str = "") -> None:
         self.clock = FakeClock(wall=CLOCK.wall())
@@ -105,15 +108,14 @@ class Newcomer:
             None,
             self.health,
             clock=self.clock,
-            started_mono=self.clock.mono(),
-            interval_s=10.0,
             why_not_dial=lambda _: why_not_dial,
+            poke=lambda: None,
         )
 
-    async def met(self, address: str) -> str:
+    async def met(self, address: str, *, is_first: bool = True) -> str:
         """A round told of its id at this address. Why it serves nothing then, "" if it serves."""
-        own = self.registry.own.node_id
-        self.registry.peers.conflicts.note(own, address, is_own=True, now=self.clock.wall())
+        own, now = self.registry.own.node_id, self.clock.wall()
+        self.registry.peers.conflicts.note(own, address, is_own=True, is_first=is_first, now=now)
         before = asyncio.all_tasks()
         self.namesake.look()
         await asyncio.gather(*(asyncio.all_tasks() - before))
@@ -128,16 +130,17 @@ async def test_who_came_second_serves_nothing_until_the_other_was_not_seen_for_l
     node.clock.advance(599)
     node.namesake.look()
     assert node.health.reason() == said
+    assert node.registry.own.is_leaving
     node.clock.advance(2)
     node.namesake.look()
     assert node.health.reason() == ""
+    assert not node.registry.own.is_leaving
 
 
 async def test_who_was_first_serves_on() -> None:
     first, forbidden, alone = Newcomer(), Newcomer("its network is not ours"), Newcomer()
-    first.clock.advance(36)
     async with answering(registry_of(None).own, None) as address:
-        assert await first.met(address) == ""
+        assert await first.met(address, is_first=False) == ""
         assert await forbidden.met(address) == ""
     assert await alone.met("127.0.0.1:1") == ""
 
@@ -147,7 +150,8 @@ async def test_a_node_that_stops_asks_nobody_any_more() -> None:
     node.namesake.cancel()
     async with answering(registry_of(None).own, None) as address:
         own = node.registry.own.node_id
-        node.registry.peers.conflicts.note(own, address, is_own=True, now=node.clock.wall())
+        now = node.clock.wall()
+        node.registry.peers.conflicts.note(own, address, is_own=True, is_first=True, now=now)
         before = asyncio.all_tasks()
         node.namesake.look()
         (asking,) = asyncio.all_tasks() - before
@@ -155,6 +159,44 @@ async def test_a_node_that_stops_asks_nobody_any_more() -> None:
         await asyncio.wait([asking])
         assert asking.cancelled()
     assert node.health.reason() == ""
+
+
+async def test_a_start_is_refused_while_another_process_serves_under_the_id() -> None:
+    async with running_node("me") as first, running_node("peer") as peer:
+        await first.exchange(peer.address)
+        copy, gone = registry_of(None, "me"), registry_of(None, "other")
+
+        async def start(registry: CapabilityRegistry, why_not_dial: str = "") -> None:
+            await refuse_taken_id(
+                registry,
+                ["127.0.0.1:1", peer.address],
+                channels=peer.channels,
+                trust=None,
+                clock=CLOCK,
+                why_not_dial=lambda _: why_not_dial,
+            )
+
+        with pytest.raises(Conflict, match=first.address):
+            await start(copy)
+        await start(copy, "its network is not ours")
+        await start(gone)
+        await start(first.registry)
+        first.registry.give_way(now=CLOCK.wall(), mono=CLOCK.mono())
+        await start(copy)
+
+
+async def test_a_start_after_a_kill_is_not_refused() -> None:
+    async with running_node("peer") as peer:
+        async with running_node("me") as killed:
+            await killed.exchange(peer.address)
+        await refuse_taken_id(
+            registry_of(None, "me"),
+            [peer.address],
+            channels=peer.channels,
+            trust=None,
+            clock=CLOCK,
+            why_not_dial=lambda _: "",
+        )
 
 
 def _never(address: str) -> bool:
