@@ -111,7 +111,7 @@ def test_the_second_gives_way_within_rounds_and_both_learn_of_each_other(
     twins.run(100, look)
     for addresses in zip(*seen, strict=True):
         changes = [now for before, now in itertools.pairwise(addresses) if before != now]
-        # The copy may take the other for an earlier life at first, and order itself above once more.
+        # A copy may take the other for an earlier life at first, and order itself above again.
         assert changes in ([], [SECOND, FIRST], [SECOND, FIRST] * 2)
     assert gave_way_at[0] - started <= 3 * INTERVAL_S * 1.1
     assert not twins.first.registry.own.is_leaving
