@@ -14,6 +14,7 @@ from typing import Protocol
 from kakeya.adapters.files.packed import PackedAdapter
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.processors.processors import LogitProcessors
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import Sampling
 
@@ -130,8 +131,12 @@ class SequenceState(Protocol):
         """Bytes of KV."""
         ...
 
-    def select_with(self, sampling: Sampling) -> None:
-        """Choose tokens this way from now on."""
+    def select_with(self, sampling: Sampling, processors: LogitProcessors | None = None) -> None:
+        """Choose tokens this way from now on.
+
+        The caller extends `processors` by each token that it commits. A step that is launched, or
+        logits that are given, get the edit of the next position; a block those behind its tokens.
+        """
         ...
 
     def adapt(self, slot: int) -> None:

@@ -16,7 +16,8 @@ import mlx.core as mx
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.request import Sampling
 from kakeya.mlx.loader import LoadedModel
-from kakeya.mlx.verifier import MlxVerifier, select
+from kakeya.mlx.selection import select
+from kakeya.mlx.verifier import MlxVerifier
 
 _KEPT_PREFIXES = 8
 """Streams that a drafter follows at once; each costs its prefix's KV."""

@@ -13,7 +13,6 @@ with a tail that can be trimmed, which only some cache classes allow and only at
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -29,7 +28,7 @@ from mlx_lm.models.cache import (
 )
 
 from kakeya.core.errors import InvariantBroken
-from kakeya.decoding.draft.sampling import noise_key
+from kakeya.decoding.processors.processors import LogitProcessors
 from kakeya.engine.model import KvView
 from kakeya.generation.request import Sampling
 from kakeya.mlx.batch.slabs import PlacedKV, Seat, leave
@@ -38,6 +37,7 @@ from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.kv.blocks import KvBlocks, Rings
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
+from kakeya.mlx.selection import edited, select
 
 _GROWING = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 _FREELY_TRIMMABLE = (*_GROWING, PlacedKV)
@@ -92,6 +92,7 @@ class MlxVerifier:
         self._flight: deque[Landing] = deque()
         self._logits: mx.array | None = None
         self._sampling = Sampling()
+        self._processors: LogitProcessors | None = None
         self._slot = 0
         self._slots: mx.array | None = None
 
@@ -111,6 +112,11 @@ class MlxVerifier:
         return self._sampling
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it selects the most likely token of the logits as they are."""
+        return self._processors is None and self._sampling.is_greedy
+
+    @property
     def slot(self) -> int:
         """The slot of its adapter; 0 = none."""
         return self._slot
@@ -124,9 +130,16 @@ class MlxVerifier:
         """Bytes that one more token takes, by the layers' arrays; 0 before the first token."""
         return sum(_nbytes_per_token(layer) for layer in self._cache)
 
-    def select_with(self, sampling: Sampling) -> None:
+    def select_with(self, sampling: Sampling, processors: LogitProcessors | None = None) -> None:
         """Choose tokens this way from now on."""
-        self._sampling = sampling
+        self._sampling, self._processors = sampling, processors
+
+    def edited(self, logits: mx.array, ahead: Sequence[int] = ()) -> mx.array:
+        """The logits that its processors leave. Shape: [1 + len(ahead), V]."""
+        if self._processors is None:
+            return logits
+        mx.async_eval(logits)  # type: ignore[no-untyped-call] # goes on while edits are made
+        return edited(logits, self._processors.edits(ahead))
 
     def adapt(self, slot: int) -> None:
         """Compute with the adapter in this slot from now on; 0 = with none."""
@@ -205,7 +218,7 @@ class MlxVerifier:
         """Append `tokens` in one forward; return the token selected after each of them."""
         self._stay_or_leave(len(tokens))
         logits = self._model.forward(_rows(tokens), self._cache, self._slots)[0]
-        selected = self._select(logits, first_position=self._length + 1)
+        selected = self._select(logits, self._length + 1, tokens[1:])
         self._length += len(tokens)
         return cast("list[int]", selected.tolist())
 
@@ -295,54 +308,18 @@ class MlxVerifier:
         if self._length + tokens >= seat.slab.capacity or seat.slab.is_sparse():
             leave(self)
 
-    def _select(self, logits: mx.array, first_position: int) -> mx.array:
-        """Select a token per row. Shapes: logits [L, V] -> [L] int32.
+    def _select(self, logits: mx.array, first_position: int, ahead: Sequence[int] = ()) -> mx.array:
+        """Select a token per row, behind each token of `ahead` too. Shapes: logits [L, V] -> [L]
+        int32.
 
         Row i selects the token at absolute position `first_position + i`.
         """
-        return select(logits, self._sampling, first_position)
+        return select(self.edited(logits, ahead), self._sampling, first_position)
 
 
 def _rows(tokens: Sequence[int]) -> mx.array:
     """Ids as one batch row. Shapes: L ids -> [1, L] int32."""
     return mx.array(list(tokens), dtype=mx.int32)[None]
-
-
-def select(logits: mx.array, sampling: Sampling, first_position: int) -> mx.array:
-    """Greedy or position-keyed selection. Shapes: logits [L, V] any float -> tokens [L] int32.
-
-    Sampling is argmax(logits / T + Gumbel noise keyed by (seed, absolute position)) over the tokens
-    that top-k, top-p and min-p keep, in float32: the same seed selects the same token at a position
-    however the rows before it were computed.
-    """
-    if sampling.is_greedy:
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
-    scaled = logits.astype(mx.float32) / sampling.temperature
-    if 0 < sampling.top_k < scaled.shape[-1]:
-        kth = mx.sort(scaled, axis=-1)[:, -sampling.top_k][:, None]
-        scaled = mx.where(scaled < kth, -mx.inf, scaled)
-    if sampling.top_p < 1.0:
-        descending = -mx.sort(-scaled, axis=-1)
-        mass = mx.cumsum(mx.softmax(descending, axis=-1), axis=-1)
-        # A token stays while the mass before it is below top_p; the first one always does, also
-        # where top_p is 0 in float32.
-        before = mx.concatenate([mx.zeros_like(mass[:, :1]), mass[:, :-1]], axis=-1)
-        kept = mx.where(before < sampling.top_p, descending, mx.inf)
-        last = mx.minimum(kept.min(axis=-1, keepdims=True), descending[:, :1])
-        scaled = mx.where(scaled < last, -mx.inf, scaled)
-    if sampling.min_p > 0.0:
-        least = scaled.max(axis=-1, keepdims=True) + math.log(sampling.min_p)
-        scaled = mx.where(scaled < least, -mx.inf, scaled)
-    noise = mx.stack(
-        [
-            mx.random.gumbel(
-                (logits.shape[-1],),
-                key=mx.random.key(noise_key(sampling.seed, first_position + row)),
-            )
-            for row in range(logits.shape[0])
-        ]
-    )
-    return mx.argmax(scaled + noise, axis=-1).astype(mx.int32)
 
 
 def _is_trimmable(layer: Any) -> bool:  # noqa: ANN401 - mlx-lm's caches share no public type

@@ -49,7 +49,7 @@ class ToyState:
     def nbytes(self) -> int:
         return self.length
 
-    def select_with(self, sampling: Sampling) -> None:
+    def select_with(self, sampling: Sampling, processors: object = None) -> None:
         return None
 
     def adapt(self, slot: int) -> None:

@@ -15,7 +15,8 @@ from kakeya.decoding.draft.sampling import gumbel, probabilities
 from kakeya.decoding.draft.sampling import select as reference
 from kakeya.generation.request import Sampling
 from kakeya.mlx.loader import LoadedModel, load
-from kakeya.mlx.verifier import UNBOUNDED_ROWS, MlxVerifier, select
+from kakeya.mlx.selection import select
+from kakeya.mlx.verifier import UNBOUNDED_ROWS, MlxVerifier
 from tests.mlx.random_models import write_model
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, 1.9], dtype=np.float32)

@@ -381,6 +381,8 @@ class Scheduler:
             self._is_device_idle = False
         if has_company:
             self._latest = None
+        # Last those that wait for the very step: the others tell of the one before meanwhile.
+        rows.sort(key=lambda row: row.launch is not None and row.launch.is_needed)
         for row, failure in self._forwards.launch(rows, has_company=has_company):
             self._abandon(row, _as_kakeya_error(failure))
         for row in rows:

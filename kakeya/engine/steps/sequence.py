@@ -23,14 +23,15 @@ Law, checked after each step: the KV holds `committed - 1` tokens, plus the row 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kakeya.core.errors import InvariantBroken, NotFound, Unsupported
 from kakeya.decoding.control.controller import DraftController
-from kakeya.decoding.draft.decoder import Decoding
+from kakeya.decoding.draft.decoder import Commit, Decoding
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.processors.processors import processors_of
 from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import Model, SequenceState
@@ -45,7 +46,7 @@ from kakeya.generation.frames import (
     Tokens,
     Usage,
 )
-from kakeya.generation.request import DecodeJob
+from kakeya.generation.request import DecodeJob, Sampling
 
 
 @dataclass(slots=True)
@@ -75,13 +76,14 @@ class Launch:
     select.
 
     `is_shared` says afterwards that other sequences were in the same forward; `keeps_logits`: see
-    `SequenceState.launch`.
+    `SequenceState.launch`. The token that it selects `is_needed` before the next step is launched.
     """
 
     state: SequenceState
     token: int | None
     is_shared: bool = False
     keeps_logits: bool = False
+    is_needed: bool = False
 
     def alone(self) -> None:
         """Launch it in a forward of its own."""
@@ -112,7 +114,8 @@ class SequenceRun:
             content = self._adapter.content if self._adapter else ""
             self._prompt = Prompt(model, tools.slots, job, self._decoding.history, content)
             self.state = self._prompt.state
-            self.state.select_with(job.sampling)
+            self._processors = processors_of(job)
+            self.state.select_with(job.sampling, self._processors)
             self.state.adapt(self._adapter.slot if self._adapter else 0)
             # Last: `finish` and `abandon`, which close its books, need the other fields.
             self._drafting = Drafting(
@@ -186,6 +189,7 @@ class SequenceRun:
                 self.state.collect()
         finally:
             self._leave_adapter()
+        self.state.select_with(Sampling())  # the KV may be kept for long, its processors not
         self._prompt.keep()
 
     def abandon(self) -> None:
@@ -211,7 +215,7 @@ class SequenceRun:
         last, is_known = self._decoding.history[-1], bool(self._job.offer.logits)
         if is_known:
             known = self.state.selected_from(self._job.offer.logits)
-            self._decoding.commit((), (known,))
+            self._commit((), (known,))
             yield Tokens(token_ids=(known,))
             if self._decoding.finish is not None:
                 return
@@ -220,7 +224,7 @@ class SequenceRun:
         self._forwards += 1
         token = self.state.collect()
         if not is_known:
-            self._decoding.commit((), (token,))
+            self._commit((), (token,))
         self._check_length()
         if is_known:
             return
@@ -259,11 +263,12 @@ class SequenceRun:
         """Commit one token; returns it, and whether a step alone was launched ahead meanwhile."""
         state, decoding = self.state, self._decoding
         is_steady = False
+        # A step whose edit depends on the token before it waits for that token.
+        is_bound = self._processors is not None and not self._processors.is_constant
         if state.in_flight() == 0:
-            first = Launch(state, decoding.history[-1])
-            yield first
+            yield Launch(state, decoding.history[-1], is_needed=is_bound)
             self._forwards += 1
-        if decoding.room() > 0:
+        if decoding.room() > 0 and not is_bound:
             # Another token is needed after this one: start it before reading this one.
             ahead = Launch(state, None)
             yield ahead
@@ -271,14 +276,14 @@ class SequenceRun:
             is_steady = not ahead.is_shared
         self._drafting.shadow(draft)
         token = state.collect()
-        decoding.commit((), (token,))
+        self._commit((), (token,))
         self._drafting.extend((token,))
         return token, is_steady
 
     def _confirm(self, draft: Draft, rows: int) -> tuple[int, ...]:
         """Read the row in flight; verify the rest of the draft only if it guessed that row."""
         token = self.state.collect()
-        self._decoding.commit((), (token,))
+        self._commit((), (token,))
         self._drafting.extend((token,))
         if token != draft.tokens[0]:
             self._score(draft, offered=1, accepted=0)
@@ -297,13 +302,20 @@ class SequenceRun:
             self._drafting.ahead(decoding.history, block)
         selected = state.verify((decoding.history[-1], *block))
         self._forwards += 1
-        commit = decoding.commit(block, selected)
+        commit = self._commit(block, selected)
         surplus = 1 + len(block) - commit.kept_rows
         if not state.trim(surplus):
             raise InvariantBroken("trim", f"{surplus} verified rows could not be trimmed again")
         self._score(draft, confirmed + len(block), confirmed + commit.accepted)
         self._drafting.extend(commit.tokens)
         return commit.tokens
+
+    def _commit(self, block: Sequence[int], selected: Sequence[int]) -> Commit:
+        """Commit what a forward selected, and let the processors follow."""
+        commit = self._decoding.commit(block, selected)
+        if self._processors is not None:
+            self._processors.extend(commit.tokens)
+        return commit
 
     def _score(self, draft: Draft, offered: int, accepted: int) -> None:
         """Count a draft of which `offered` leading tokens met the verifier's own."""
@@ -347,15 +359,7 @@ class SequenceRun:
 
 def _refuse_unhonoured(job: DecodeJob) -> None:
     """Raise Unsupported for a parameter that no step here goes by."""
-    sampling = job.sampling
-    asked = {
-        "presence_penalty": sampling.presence_penalty != 0,
-        "frequency_penalty": sampling.frequency_penalty != 0,
-        "repetition_penalty": sampling.repetition_penalty != 1,
-        "logit_bias": bool(sampling.logit_bias),
-        "grammar": bool(job.grammar),
-        "top_logprobs": job.top_logprobs is not None,
-    }
+    asked = {"grammar": bool(job.grammar), "top_logprobs": job.top_logprobs is not None}
     for name, is_asked in asked.items():
         if is_asked:
             raise Unsupported(f"this engine does not support {name}; leave it out", param=name)

@@ -31,7 +31,6 @@ import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from kakeya.generation.request import Sampling
 from kakeya.mlx.batch.cache import AloneKV, Attend, RowCaches, RowGroup, SlabKV, SlabRows, split
 from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.batch.shared_prefix import runs
@@ -42,7 +41,8 @@ from kakeya.mlx.lora import row_slots
 from kakeya.mlx.numerics.attention import attend_far, is_far
 from kakeya.mlx.numerics.bits import ROUNDING, share_off
 from kakeya.mlx.numerics.grid import is_cpu, sums_alike
-from kakeya.mlx.verifier import Landing, LaunchedStep, MlxVerifier, select
+from kakeya.mlx.selection import select
+from kakeya.mlx.verifier import Landing, LaunchedStep, MlxVerifier
 
 _Found = TypeVar("_Found")
 BATCH_ROWS = 256
@@ -73,7 +73,7 @@ def launch_together(
     lengths = [state.length for state in states]
     try:
         logits = forward_together(model, states, _inputs(states, tokens))
-        selected = _select(logits, [state.sampling for state in states], lengths)
+        selected = _select(logits, states, lengths)
         mx.async_eval(selected)  # type: ignore[no-untyped-call]
     except Exception:
         for state, length in zip(states, lengths, strict=True):
@@ -227,14 +227,28 @@ def _inputs(states: Sequence[MlxVerifier], tokens: Sequence[int | None]) -> mx.a
     )
 
 
-def _select(logits: mx.array, samplings: Sequence[Sampling], lengths: Sequence[int]) -> mx.array:
-    """Select each row's token in its own way. Shapes: [B, V] -> [B] int32."""
-    if all(sampling.is_greedy for sampling in samplings):
-        return select(logits, samplings[0], first_position=0)
-    rows = zip(split(logits, len(samplings)), samplings, lengths, strict=True)
-    return mx.concatenate(
-        [select(row, sampling, first_position=length + 1) for row, sampling, length in rows]
-    )
+def _select(logits: mx.array, states: Sequence[MlxVerifier], lengths: Sequence[int]) -> mx.array:
+    """Select each row's token in its own way. Shapes: [B, V] -> [B] int32.
+
+    Rows next to each other that all select the most likely token do so together.
+    """
+    if all(state.is_plain for state in states):
+        return select(logits, states[0].sampling, first_position=0)
+    found = []
+    first = 0
+    for is_plain, group in groupby(states, lambda state: state.is_plain):
+        members = list(group)
+        rows = logits[first : first + len(members)]
+        if is_plain:
+            found.append(select(rows, members[0].sampling, first_position=0))
+        else:
+            parts = zip(split(rows, len(members)), members, lengths[first:], strict=False)
+            found += [
+                select(state.edited(row), state.sampling, first_position=length + 1)
+                for row, state, length in parts
+            ]
+        first += len(members)
+    return mx.concatenate(found)
 
 
 def _restore(caches: Sequence[Any], length: int) -> None:

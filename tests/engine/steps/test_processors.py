@@ -1,0 +1,83 @@
+"""The law of speculation with everything on that changes logits.
+
+The tokens of an answer are the same with and without drafts, alone and in a batch, and where
+another engine goes on in the middle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.generation.request import DecodeJob, DraftSource, Sampling
+from kakeya.generation.spec import EMBEDDED_FOLDER
+from kakeya.mlx.loader import load
+from kakeya.mlx.model import MlxModel
+from tests.engine.rig import Rig, tools
+from tests.engine.test_batch import run_together
+from tests.laws import law
+
+NGRAM = (DraftSource(kind="ngram"),)
+PENALTY = st.sampled_from([0.0, 0.0, -1.0, 0.4, 1.5])
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 2**64 - 1),
+    presence_penalty=PENALTY,
+    frequency_penalty=PENALTY,
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.8, 1.3]),
+    logit_bias=st.dictionaries(st.integers(1, 600), st.floats(-30, 8), max_size=3).map(
+        lambda biases: tuple(biases.items())
+    ),
+)
+PROMPTS = st.lists(st.sampled_from([1, 5, 90, 91, 300, 301, 302, 900]), min_size=1, max_size=40)
+JOBS = st.builds(DecodeJob, token_ids=PROMPTS, max_tokens=st.just(16), sampling=SAMPLINGS)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    return Rig(MlxModel(load(str(EMBEDDED_FOLDER / "kakeya-tiny"), "tiny"), 0.0, False), tools())
+
+
+@given(job=JOBS, cut=st.integers(1, 15))
+@law(120)
+def test_tokens_are_the_same_with_drafts_and_after_a_restart(rig: Rig, job: DecodeJob, cut: int):
+    tokens, done = rig.run(job)
+    assert done.usage.drafted == 0
+    assert rig.run(replace(job, draft_sources=NGRAM))[0] == tokens
+    head, _ = rig.run(replace(job, max_tokens=cut))
+    rest = replace(
+        job,
+        token_ids=[*job.token_ids, *head],
+        prompt_tokens=len(job.token_ids),
+        max_tokens=job.max_tokens - cut,
+        draft_sources=NGRAM,
+    )
+    assert head + rig.run(rest)[0] == tokens
+
+
+@given(todo=st.lists(st.tuples(JOBS, st.sampled_from([(), NGRAM])), min_size=2, max_size=5))
+@law(60)
+def test_rows_with_and_without_processors_share_forwards(rig: Rig, todo) -> None:
+    jobs = [replace(job, draft_sources=sources) for job, sources in todo]
+    jobs.append(DecodeJob(token_ids=[5, 300], max_tokens=30))
+    alone = [rig.run(job)[0] for job in jobs]
+    answers = run_together(rig, rig.model, jobs)
+    assert [answer.tokens for answer in answers] == alone
+
+
+def test_penalties_and_biases_change_the_answer(rig: Rig) -> None:
+    job = DecodeJob(token_ids=[5, 300, 301], max_tokens=24)
+    plain, _ = rig.run(job)
+    banned = Sampling(logit_bias=((plain[0], -100.0),))
+    assert plain[0] not in rig.run(replace(job, sampling=banned))[0]
+    forced = Sampling(logit_bias=((7, 100.0),))
+    assert rig.run(replace(job, sampling=forced))[0] == [7] * 24
+    both = Sampling(logit_bias=((7, 100.0), (8, 100.0)), frequency_penalty=2.0)
+    assert set(rig.run(replace(job, sampling=both))[0]) == {7, 8}
