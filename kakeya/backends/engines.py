@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kakeya.adapters.config import AdapterConfig
@@ -104,7 +104,7 @@ class Engines:
         self._sockets = sockets
         self._specs = tuple(specs)
         self._on_change = on_change
-        self._options = options
+        self.use(options)
         self._clock = clock
         self._has_hinted = False
         self._followers: list[Callable[[ResidentModel], None]] = []
@@ -129,9 +129,10 @@ class Engines:
         """Call `follower` after each change of a model's state, an engine's end included."""
         self._followers.append(follower)
 
-    def use(self, options: EngineOptions) -> None:
-        """Make later engines with these options."""
+    def use(self, options: EngineOptions, own: Mapping[str, EngineOptions] | None = None) -> None:
+        """Make later engines with these options; `own` are those of single models by id."""
         self._options = options
+        self._own_options = dict(own or {})
 
     def make(self, model_id: str) -> EngineBackend:
         """Make a new backend of a model without starting it. Raises NotFound."""
@@ -139,7 +140,7 @@ class Engines:
         return EngineBackend(
             model_id,
             self._commands[model_id],
-            options=self._options,
+            options=self._own_options.get(model_id, self._options),
             clock=self._clock,
             on_change=lambda _: model.engine_changed(),
             runtime_dir=self._sockets,

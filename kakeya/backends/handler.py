@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+from kakeya.backends.care import PanicCare
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
 from kakeya.backends.engine.guard import GuardedEngine
 from kakeya.backends.engine.kv_lender import most_kv_bytes
@@ -45,7 +46,9 @@ class EngineHandler:
         watch: EngineWatch,
         options: EngineOptions,
         arbiter: MemoryArbiter,
+        care: PanicCare,
     ) -> None:
+        self._care = care
         self._engines = engines
         self._sizes = sizes
         self._history = history
@@ -56,6 +59,7 @@ class EngineHandler:
     async def load(self, model_key: str) -> Loaded:
         """Start a child and wait until it serves. Raises PeerUnavailable if it was given up."""
         model = self._engines.get(model_key)
+        await self._care.begin(model_key)
         backend = self._engines.make(model_key)
         key = ResidentKey(model.capability, model_key)
         load = GuardedEngine(key, EngineLease(backend, self._sizes[model_key].bytes))
@@ -73,11 +77,18 @@ class EngineHandler:
                 model.load_failed(str(problem))
             await backend.aclose()
             model.ended()
+            await self._care.end(model_key)
             raise
         model.settled(facts)
         if facts.working_set_bytes != self._history.newest_bytes(*WORKING_SET):
             self._history.note(*WORKING_SET, facts.working_set_bytes)
-        self._watch.attach(model_key, backend, lent.bytes, capability=model.capability)
+        self._watch.attach(
+            model_key,
+            backend,
+            lent.bytes,
+            capability=model.capability,
+            kv_share=self._care.kv_share(model_key),
+        )
         return Loaded(
             backend=backend, measured_bytes=lent.bytes, unfilled_bytes=lent.unfilled_bytes
         )
@@ -91,6 +102,7 @@ class EngineHandler:
             model.closed()
         await engine.aclose()
         model.ended()
+        await self._care.end(model_key)
 
     async def run(self, backend: object, payload: object) -> object:
         """Run a DecodeRequest to its end; return its frames. Raises InvalidArgument."""
@@ -116,7 +128,13 @@ class EngineHandler:
     async def _bound(self, key: ResidentKey, backend: EngineBackend, lent: Lent) -> None:
         cache_bytes = min(CACHE_BYTES, lent.bytes // 4)
         try:
-            most = most_kv_bytes(self._arbiter.status(), key, lent.bytes, lent.kv_bytes)
+            most = most_kv_bytes(
+                self._arbiter.status(),
+                key,
+                lent.bytes,
+                lent.kv_bytes,
+                share=self._care.kv_share(key.model_key),
+            )
             await backend.set_limits(lent.bytes, cache_bytes, lent.kv_bytes, most)
         except PeerUnavailable:
             pass  # the child died just now; the next one is bounded before it serves

@@ -11,6 +11,7 @@ The arbiter decides whether and when a model is loaded; `EngineHandler` carries 
 
 from __future__ import annotations
 
+import math
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -27,7 +28,7 @@ from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvariantBroken, ModelLoading, PeerUnavailable
+from kakeya.core.errors import InvariantBroken, MemoryRefused, ModelLoading, PeerUnavailable
 from kakeya.core.figures import Json
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
@@ -394,13 +395,29 @@ class ResidentModel:
     # Failures
 
     def _fail(self, reason: str) -> None:
+        if self._is_barred:
+            return
         now = self._clock.mono()
         self._failed_mono = [at for at in self._failed_mono if now - at < _FAILURES_COUNT_S]
         pause_s = PAUSES_S[min(len(self._failed_mono), len(PAUSES_S) - 1)]
         self._failed_mono.append(now)
         self._failure = _Failure(reason, now + pause_s)
 
+    def bar(self, reason: str) -> None:
+        """Load the model no more, for a reason in words; "" = load it again."""
+        if not reason and not self._is_barred:
+            return
+        self._failure = _Failure(reason, math.inf) if reason else None
+        self._drop_failed()
+        self._on_change(self)
+
+    @property
+    def _is_barred(self) -> bool:
+        return self._failure is not None and self._failure.until_mono == math.inf
+
     def _refuse_failed(self) -> None:
+        if self._failure is not None and self._is_barred:
+            raise MemoryRefused(self._failure.reason)
         if self._failure is not None and not self.may_load:
             raise PeerUnavailable(
                 f"model {self.model_id} is failed: {self._failure.reason}; it is tried again later",

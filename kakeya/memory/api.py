@@ -283,6 +283,11 @@ class MemoryArbiter:
         key = self._key(capability, model_key)
         return self._arbiter.would_grant(self._ask(key, PLAIN, FOREVER), self._clock.mono())
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the machine is under pressure, or requests wait for memory."""
+        return self._arbiter.is_short
+
     def status(self) -> Snapshot:
         """The ledger."""
         self._keeper.count_tenants()

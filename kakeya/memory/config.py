@@ -57,6 +57,11 @@ class MemoryConfig:
         None,
     )
     pinned: tuple[str, ...] = setting("models that always stay", Several(text), ())
+    after_panics: tuple[str, ...] = setting(
+        "models that are loaded, with care, however often the machine panicked with them in memory",
+        Several(text),
+        (),
+    )
     stated_bytes: tuple[tuple[str, int], ...] = setting(
         "sizes of models as their owner states them, in place of an estimate: MODEL=MB",
         Several(_model_size),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 from kakeya.core.clock import Clock
@@ -47,14 +46,13 @@ def pressure_monitor(
     dispatched: DispatchedPressure,
     *,
     clock: Clock,
-    rng: random.Random,
 ) -> PressureMonitor:
     """Read all sources and tell the arbiter. Blocks for a moment, to look at the machine."""
     return PressureMonitor(
         (*machine_sources(), FootprintPressure(lambda: footprint(arbiter.status())), dispatched),
         tell=arbiter.observe,
+        is_short=lambda: arbiter.is_short,
         clock=clock,
-        rng=rng,
     )
 
 

@@ -18,19 +18,20 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kakeya.backends.care import PanicCare
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engine.process import Command
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.engines import EngineCommand, Engines
 from kakeya.backends.handler import EngineHandler
 from kakeya.backends.resident import DRAFT, TEXT, ResidentModel
-from kakeya.backends.sizes import LeaseSize, check_pinned, lease_sizes, node_budget
+from kakeya.backends.sizes import LeaseSize, check_named, check_pinned, lease_sizes, node_budget
 from kakeya.backends.terms import DRAFT_TERMS
 from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
@@ -57,7 +58,7 @@ from kakeya.memory.estimate.size_file import SizeFile, hub_folder
 from kakeya.memory.figures import MemoryCounters, describe_memory, memory_figures
 from kakeya.memory.leases.keeper import LeaseKeeper, lease_keeper
 from kakeya.memory.log import MemoryLog
-from kakeya.memory.machine.panics import FIND_PERIOD_S, find_profile, report_folders
+from kakeya.memory.machine.panics import FIND_PERIOD_S, Profile, report_folders
 from kakeya.memory.machine.pressure import DispatchedPressure
 from kakeya.memory.plugins import PluginReport, load_capabilities
 from kakeya.memory.pressure_sources import dispatcher, pressure_monitor
@@ -76,16 +77,16 @@ class EngineSetup:
     sockets: Path | None
 
 
-def _with_places(command: EngineCommand, most: Callable[[], int]) -> EngineCommand:
-    """Limit the sequences of an engine to the value of `most` at its start."""
+def _with_care(command: EngineCommand, care: PanicCare) -> EngineCommand:
+    """Give an engine the flags that the node's care calls for at its start."""
 
     def for_model(spec: ModelSpec, resolved: str) -> Command:
         on_socket = command(spec, resolved)
 
-        def with_most(socket: Path) -> Sequence[str]:
-            return (*on_socket(socket), "--max-running", str(most()))
+        def with_flags(socket: Path) -> Sequence[str]:
+            return (*on_socket(socket), *care.flags(spec.model_id))
 
-        return with_most
+        return with_flags
 
     return for_model
 
@@ -120,16 +121,21 @@ class NodeMemory:
         self._sizes: dict[str, LeaseSize] = {}
         self._stack = AsyncExitStack()
         self._reports = report_folders(sys.platform, Path.home()) if reports is None else reports
-        self.profile, _ = find_profile(self._reports, now=clock.wall())
-        self._options = setup.options
+        self._care = PanicCare(
+            self._reports,
+            data_dir,
+            options=setup.options,
+            allowed=config.after_panics,
+            clock=clock,
+        )
         budget = node_budget(config, self.profile)
         self.arbiter = MemoryArbiter(budget=budget, clock=clock, grace_s=0.0)
         self.engines = Engines(
             specs,
-            _with_places(setup.command, self._most_running),
+            _with_care(setup.command, self._care),
             self.arbiter,
             clock=clock,
-            options=self._engine_options(),
+            options=self._care.options(),
             on_change=on_change,
             sockets=setup.sockets,
         )
@@ -153,7 +159,9 @@ class NodeMemory:
         texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
         budget = self.arbiter.status().budget_bytes
         check_pinned(self._config.pinned, self._sizes, texts, budget)
+        check_named("memory.after_panics", self._config.after_panics, self._sizes)
         self._register()
+        self._use_care()
         # A request may load a model as soon as a listener is open, which is before `start`.
         await self.engines.prepare()
         async with AsyncExitStack() as stack:
@@ -193,7 +201,6 @@ class NodeMemory:
             self.arbiter,
             self.dispatched,
             clock=self._clock,
-            rng=self._rng,
         )
         self.dispatched.when_told(monitor.poll_now)
         await monitor.poll()
@@ -203,6 +210,11 @@ class NodeMemory:
         tasks.start("model sizes", self._keeper.run)
         if self._reports:
             tasks.start("memory profile", self._read_reports)
+
+    @property
+    def profile(self) -> Profile:
+        """The load that the node takes upon itself."""
+        return self._care.profile
 
     @property
     def is_careful(self) -> bool:
@@ -265,16 +277,8 @@ class NodeMemory:
             platform=sys.platform,
         )
 
-    def _most_running(self) -> int:
-        """The most sequences of an engine that starts now."""
-        most, configured = self.profile.max_running, self._options.max_running
-        return configured if most is None else min(most, configured)
-
-    def _engine_options(self) -> EngineOptions:
-        return replace(self._options, max_running=self._most_running())
-
     def _register(self) -> None:
-        config, options = self._config, self._engine_options()
+        config, options = self._config, self._care.options()
         handler = EngineHandler(
             self.engines,
             self._sizes,
@@ -282,6 +286,7 @@ class NodeMemory:
             self._watch,
             options,
             self.arbiter,
+            self._care,
         )
         for name, role in ((TEXT, TEXT_TARGET), (DRAFT, DRAFTER)):
             self.arbiter.register(
@@ -321,9 +326,17 @@ class NodeMemory:
             await self._preload(model)
 
     async def _preload(self, model: ResidentModel) -> None:
+        if not model.may_load:
+            return
         terms = PLAIN if model.role is ModelRole.VERIFIER else DRAFT_TERMS
         if not await self.arbiter.preload(model.capability, model.model_id, terms):
             model.not_expected()
+
+    def _use_care(self) -> None:
+        """Bar the models that are not loaded after panics, and set the options of later engines."""
+        self.engines.use(self._care.options(), self._care.own_options())
+        for model in self._models():
+            model.bar(self._care.refusals.get(model.model_id, ""))
 
     async def _read_reports(self) -> None:
         """Read panic reports, and change the profile if there is news.
@@ -332,10 +345,8 @@ class NodeMemory:
         """
         while True:
             await self._clock.sleep(FIND_PERIOD_S)
-            self.profile, _ = await asyncio.to_thread(
-                find_profile, self._reports, now=self._clock.wall()
-            )
-            self.engines.use(self._engine_options())
+            await self._care.read_again()
+            self._use_care()
             await self._fit_budget()
             self._on_change()
 

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.watch import EngineWatch
+from kakeya.core.clock import SystemClock
+from kakeya.core.process import resident_bytes
 from kakeya.generation.facts import ModelState
+from kakeya.memory.api import MemoryArbiter
 from tests.gateway.toy import serving, until
 
 TINY = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"
@@ -55,6 +59,41 @@ async def test_texts_seeds_and_departures_over_a_real_engine():
             for prompt, max_tokens in ((long, 10), (long[:3], facts.context_tokens - 100)):
                 await leaves(served, model, prompt, max_tokens, is_stream)
         assert await said(temperature=0) == loading
+
+
+async def test_an_engine_that_runs_away_before_the_first_token_is_a_503_and_comes_back_with_care(
+    tmp_path: Path,
+):
+    """A request goes on in the next engine, unless it has lost too many: here, one."""
+    taken, clock = tmp_path / "taken", SystemClock()
+
+    def greedy(socket: Path) -> list[str]:
+        module = [sys.executable, "-m", "tests.node.child_greedy", "once", str(taken), "900"]
+        return [*module, *command(socket)[3:]]
+
+    options = EngineOptions(max_losses_in_a_row=1)
+    async with (
+        MemoryArbiter(budget=1 << 40, clock=clock) as arbiter,
+        EngineBackend("tiny", greedy, options=options) as model,
+        EngineWatch(arbiter, clock) as watch,
+        serving(model) as served,
+    ):
+        await model.ready(120)
+        size = await asyncio.to_thread(resident_bytes, model.pid)
+        arbiter.set_budget(size + (300 << 20))
+        watch.attach("tiny", model, size + (100 << 20))
+        for is_stream in (False, True):
+            body = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 8, "stream": is_stream}
+            refused = await served.http.post("/v1/completions", json=body)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "unavailable"
+            again = await served.http.post("/v1/completions", json=body)
+            assert again.status_code == 200
+            told = watch.status()["tiny"]
+            assert (told["max_running"], told["steps"]["kill"]) == (1, 1 + is_stream)
+            assert "beyond its lease" in told["last_reason"]
+            taken.unlink()
 
 
 async def leaves(served, model, prompt, max_tokens, is_stream) -> None:

@@ -457,6 +457,63 @@ async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_pa
     assert told == [("--max-running", "2"), ("--max-running", "8")]
 
 
+async def test_a_model_at_repeated_panics_is_not_loaded_the_same_way_again(tmp_path: Path) -> None:
+    """The second panic within a day takes drafts, half of the KV and all sequences but one; the
+    third one all, unless its owner names it."""
+    clock, reports = ShiftedClock(), tmp_path / "reports"
+    reports.mkdir()
+    stays = [[VERIFIER, clock.wall() - 90_000.0, None]]
+    (tmp_path / "stays.json").write_text(json.dumps(stays))
+
+    def build(*allowed: str) -> NodeMemory:
+        environ = {"KAKEYA_MEMORY_AFTER_PANICS": ",".join(allowed)} if allowed else {}
+        return NodeMemory(
+            config.load(("--data-dir", str(tmp_path)), environ).memory,
+            [TEXT_MODEL],
+            EngineSetup(
+                command=engine_command("text"), options=EngineOptions(max_running=8), sockets=None
+            ),
+            data_dir=tmp_path,
+            clock=clock,
+            rng=random.Random(1),
+            on_change=lambda: None,
+            reports=[reports],
+        )
+
+    def flags(memory: NodeMemory) -> list[str]:
+        line = list(memory.engines._commands[VERIFIER](tmp_path / "socket"))
+        return line[line.index("--log-format") + 2 :]
+
+    seen = []
+    for count in range(3):
+        at = datetime.fromtimestamp(clock.wall() - 80_000 + 20_000 * count, UTC)
+        text = panic(f'"zone {count}" @z.c:1', timestamp=at.strftime("%Y-%m-%d %H:%M:%S.00 +0000"))
+        text = text.replace("00000000-1111", f"0000000{count}-1111")
+        await asyncio.to_thread((reports / f"panic-full-{count}.panic").write_text, text)
+        memory = await asyncio.to_thread(build)
+        seen.append((flags(memory), memory._care.kv_share(VERIFIER)))
+    least = (["--draft-rows", "0", "--max-running", "1"], 0.5)
+    assert seen == [(["--max-running", "2"], 1.0), least, least]
+    async with memory, Supervisor(clock) as tasks:
+        await memory.start(tasks, "node")
+        model = memory.engines.get(VERIFIER)
+        assert model.state is ModelState.FAILED
+        with pytest.raises(errors.MemoryRefused, match=r"panicked.*3 times.*memory\.after_panics"):
+            await anext(model.decode(REQUEST))
+    async with await asyncio.to_thread(build, VERIFIER) as memory, Supervisor(clock) as tasks:
+        await memory.start(tasks, "node")
+        model = memory.engines.get(VERIFIER)
+        async with aclosing(model.decode(REQUEST)) as frames:
+            assert isinstance([frame async for frame in frames][-1], Done)
+        assert model.backend is not None
+        assert model.backend.options.max_running == 1
+        begun = json.loads((tmp_path / "stays.json").read_text())
+        assert begun[-1][0] == VERIFIER
+        assert begun[-1][2] is None
+    closed = json.loads((tmp_path / "stays.json").read_text())
+    assert closed[-1][2] is not None
+
+
 async def test_engines_that_start_when_care_has_begun_or_ended_are_run_so(tmp_path: Path) -> None:
     """The reports are read each hour; what runs already goes on as it is."""
     clock = ManualClock()

@@ -24,7 +24,8 @@ ROOM_S = 6.5
 
 
 class KvLender:
-    """`tenant` names the engine's idle KV in the ledger; `counted` reports the lease there."""
+    """`tenant` names the engine's idle KV in the ledger; `counted` reports the lease there; `share`
+    is that of the KV it could have which the engine may have at most."""
 
     def __init__(
         self,
@@ -34,18 +35,24 @@ class KvLender:
         *,
         tenant: str,
         counted: Callable[[], None],
+        share: float = 1.0,
     ) -> None:
         self._key = key
         self._lease = lease
         self._arbiter = arbiter
         self._tenant = tenant
         self._counted = counted
+        self._share = share
         self._lending = asyncio.Lock()
 
     def most_bytes(self) -> int:
         """The most bytes of KV that the ledger can ever lend."""
         return most_kv_bytes(
-            self._arbiter.status(), self._key, self._lease.bytes, self._lease.kv_bytes
+            self._arbiter.status(),
+            self._key,
+            self._lease.bytes,
+            self._lease.kv_bytes,
+            share=self._share,
         )
 
     def free_bytes(self) -> int:
@@ -100,9 +107,16 @@ class KvLender:
         return self.most_bytes() - self._lease.kv_bytes
 
 
-def most_kv_bytes(ledger: Snapshot, key: ResidentKey, lease_bytes: int, kv_bytes: int) -> int:
+def most_kv_bytes(
+    ledger: Snapshot,
+    key: ResidentKey,
+    lease_bytes: int,
+    kv_bytes: int,
+    *,
+    share: float = 1.0,
+) -> int:
     """The KV that an engine with such a lease, for so much KV, may have if all models left that
-    can, and all pages."""
+    can, and all pages; or a share of that, but no less than it has."""
     pinned = sum(one.bytes for one in ledger.residents if one.warmth.is_pinned and one.key != key)
     left = ledger.budget_bytes - sum(ledger.foreign.values()) - pinned - lease_bytes
-    return kv_bytes + without_copy(max(0, left))
+    return max(kv_bytes, int(share * (kv_bytes + without_copy(max(0, left)))))

@@ -238,6 +238,7 @@ class EngineLife:
         """Kill the child; `cause` and running sequences as in `end`."""
         self.gate.resume()
         if self._process is not None:
+            self.engine = None  # new requests wait for the next child
             self._process.kill(cause)
 
     def unavailable(self) -> PeerUnavailable:

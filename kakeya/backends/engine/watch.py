@@ -158,11 +158,17 @@ class EngineWatch:
             self.detach(model_id)
 
     def attach(
-        self, model_id: str, backend: EngineBackend, lease_bytes: int, *, capability: str = "text"
+        self,
+        model_id: str,
+        backend: EngineBackend,
+        lease_bytes: int,
+        *,
+        capability: str = "text",
+        kv_share: float = 1.0,
     ) -> None:
         """Watch an engine, in place of an earlier one of its model.
 
-        `lease_bytes` is at least its memory after the load and its KV.
+        `lease_bytes` is at least its memory after the load and its KV; `kv_share` as in `KvLender`.
         """
         self.detach(model_id)
         watched = _Watched(
@@ -177,6 +183,7 @@ class EngineWatch:
             self._arbiter,
             tenant=tenant_name(model_id),
             counted=lambda: self._measure(watched),
+            share=kv_share,
         )
         self._watched[model_id] = watched
         self._arbiter.add_tenant(EngineKvTenant(watched))

@@ -289,6 +289,11 @@ class Arbiter:
         """The resident of a key; None = absent."""
         return self._ledger.find(key)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the machine is under pressure, or requests wait."""
+        return self._reclaimer.level is not PressureLevel.NOMINAL or not self._tickets.is_empty
+
     def snapshot(self) -> Snapshot:
         """The whole ledger at this moment."""
         ledger = self._ledger

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 KEEP_S = 7 * 86400.0
 """A report counts for so long: enough to see whether the careful profile holds."""
@@ -54,7 +54,7 @@ _SHORTAGES = (
 )
 """The beginnings of Jetsam's reasons that lie in the whole machine's memory, and not in a limit of
 the ended process (xnu, `kern_memorystatus.c`)."""
-_REPEATED_S = 86400.0
+REPEATED_S = 86400.0
 """A second incident so soon after the last one: two sequences at a time were too many."""
 _INCIDENT_S = 60.0
 """Files without a name of their incident belong to one if they are so close in time."""
@@ -111,6 +111,14 @@ class Profile:
 NORMAL = Profile(name="normal")
 
 
+class Incident(NamedTuple):
+    """What one or more reports tell of: wall clock seconds, a summary, the system's id or ""."""
+
+    at: float
+    summary: str
+    id: str = ""
+
+
 def parse_report(text: str, *, ours: Sequence[str] = OURS) -> PanicReport | None:
     """Read a report's text; None = it is none of these kinds. Raises ValueError."""
     header, body = _documents(text)
@@ -164,39 +172,43 @@ def choose_profile(reports: Iterable[PanicReport], *, now: float) -> Profile:
 
     It ends a week after the newest of them. A report from the future counts as written now.
     """
-    recent = _incidents(
-        (min(report.at, now), report.summary, report.incident)
-        for report in reports
-        if report.at is not None and report.calls_for_care and now - report.at < KEEP_S
-    )
+    recent = recent_incidents(reports, now=now)
     if not recent:
         return NORMAL
     at, summary, _ = recent[0]
-    is_repeated = len(recent) > 1 and at - recent[1][0] < _REPEATED_S
+    is_repeated = len(recent) > 1 and at - recent[1][0] < REPEATED_S
     more = f", and {len(recent) - 1} more such reports" if len(recent) > 1 else ""
     return Profile(
         name="careful",
-        reason=f"{summary} on {_day(at)}{more}; careful until {_day(at + KEEP_S)}",
+        reason=f"{summary} on {day(at)}{more}; careful until {day(at + KEEP_S)}",
         until_at=at + KEEP_S,
         max_running=1 if len(recent) > 2 or is_repeated else 2,
         reserve_factor=1.5,
     )
 
 
-def _incidents(found: Iterable[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """One (time, summary, id) of each incident, the newest first."""
-    newest = sorted(found, reverse=True)
-    kept: list[tuple[float, str, str]] = []
+def recent_incidents(reports: Iterable[PanicReport], *, now: float) -> tuple[Incident, ...]:
+    """The incidents of the last week that call for care, the newest first. Several reports may tell
+    of one; a report from the future counts as written now."""
+    newest = sorted(
+        (
+            Incident(min(report.at, now), report.summary, report.incident)
+            for report in reports
+            if report.at is not None and report.calls_for_care and now - report.at < KEEP_S
+        ),
+        reverse=True,
+    )
+    kept: list[Incident] = []
     times = [at for at, _, incident in newest if incident]
-    for at, summary, incident in sorted(newest, key=lambda one: not one[2]):
+    for at, summary, incident in sorted(newest, key=lambda one: not one.id):
         if incident:
             is_known = any(incident == other for _, _, other in kept)
         else:
             is_known = any(abs(at - when) < _INCIDENT_S for when in times)
             times.append(at)
         if not is_known:
-            kept.append((at, summary, incident))
-    return sorted(kept, reverse=True)
+            kept.append(Incident(at, summary, incident))
+    return tuple(sorted(kept, reverse=True))
 
 
 def find_profile(folders: Iterable[Path], *, now: float) -> tuple[Profile, tuple[PanicReport, ...]]:
@@ -344,7 +356,8 @@ def _clean(text: str) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in text).strip()[:200]
 
 
-def _day(at: float) -> str:
+def day(at: float) -> str:
+    """Write the day of wall clock seconds."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
     except (ValueError, OverflowError, OSError):

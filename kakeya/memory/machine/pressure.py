@@ -4,11 +4,12 @@
     own footprint against the budget  over 100 %: low; over 110 %: critical
     a level that a host dispatches    as it says, until it says otherwise or its time is up
 
-Sources are read every 5 s, and at once when one of them calls. A level rises at the first reading
-of it, and falls when the figure has recovered by a margin, so that it does not flap.
+Sources are read every 5 s, every 0.5 s while memory is short, so that no refusal outlives its
+cause by a second, and at once when one of them calls. A level rises at the first reading of it, and
+falls when the figure has recovered by a margin, so that it does not flap.
 
-A source that was read once and falls silent, by a fault or by no answer in time, keeps its last
-level, at least low, until it speaks again: such a machine is neither full nor empty, it is unknown.
+A source that was read once and falls silent, by a fault or by no answer in time, counts as low
+until it speaks again: such a machine is neither full nor empty, it is unknown.
 Nothing is loaded then that can be done without, and nothing is evicted for its silence. One that
 was never read has no opinion; the others count. A source that measures tells its
 distance from nominal, the margin included: so many bytes are asked back, or may be taken by loads
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -28,14 +28,16 @@ from typing import NamedTuple, Protocol
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import every
+from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.arbiter.policy import PressureLevel
 
 _log = logging.getLogger(__name__)
 POLL_S = 5.0
 MIN_POLL_S = 0.5
+"""The shortest time between two polls, and that of polls while memory is short."""
 ANSWER_S = 10.0
-"""A source is silent while it has given no answer for so long: twice the time between two polls."""
+"""A source is silent while it has given no answer for so long; until then its last opinion counts,
+and no poll waits for it longer than MIN_POLL_S, so that it holds up no other."""
 _FOOTPRINT_MARGIN = 0.05
 LEVEL_BY_NATIVE = {
     "TRIM_MEMORY_RUNNING_LOW": PressureLevel.LOW,
@@ -283,17 +285,21 @@ class _Listened:
     last: Reading | None = None
     is_silent: bool = False
     reading: asyncio.Task[Reading | None] | None = None
+    asked_mono: float = 0.0
 
-    def ask(self) -> asyncio.Task[Reading | None]:
+    def ask(self, now: float) -> asyncio.Task[Reading | None]:
         """The question under way, or a new one: a source that hangs is not asked twice."""
         if self.reading is None:
+            self.asked_mono = now
             name = f"pressure by {self.source.name}"
             self.reading = asyncio.create_task(self.source.read(), name=name)
         return self.reading
 
-    def hear(self) -> Reading | None:
+    def hear(self, now: float, answer_s: float) -> Reading | None:
         """The opinion that counts now."""
         fault = "no answer in time"
+        if self.reading and not self.reading.done() and now - self.asked_mono < answer_s:
+            return self.last
         if self.reading is not None and self.reading.done():
             task, self.reading = self.reading, None
             try:
@@ -306,8 +312,8 @@ class _Listened:
         self._note(is_silent=True, error=fault)
         if self.last is None:
             return None
-        level = max(self.last.level, PressureLevel.LOW)
-        return Reading(level=level, source=f"{self.source.name} (silent)", is_partial=True)
+        source = f"{self.source.name} (silent)"
+        return Reading(level=PressureLevel.LOW, source=source, is_partial=True)
 
     def _note(self, *, is_silent: bool, **what: str) -> None:
         if is_silent is not self.is_silent:
@@ -330,10 +336,11 @@ class PressureMonitor:
         *,
         tell: Callable[[Reading], None],
         clock: Clock,
-        rng: random.Random,
+        is_short: Callable[[], bool] = lambda: False,
         poll_s: float = POLL_S,
         answer_s: float = ANSWER_S,
     ) -> None:
+        """`is_short`: requests wait for memory, or are refused for the last reading."""
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
             raise errors.ConfigError(f"pressure sources {names} share a name; each needs its own")
@@ -342,8 +349,8 @@ class PressureMonitor:
         self._sources = tuple(map(_Listened, sources))
         self._tell = tell
         self._clock = clock
-        self._rng = rng
         self._poll_s = poll_s
+        self._is_short = is_short
         self._answer_s = answer_s
         self._wake = asyncio.Event()
 
@@ -354,14 +361,14 @@ class PressureMonitor:
     async def run(self) -> None:
         """Poll until cancelled."""
         try:
-            await every(
-                self._poll_s,
-                self.poll,
-                clock=self._clock,
-                rng=self._rng,
-                jitter=0.0,
-                wake=self._wake,
-            )
+            while True:
+                self._wake.clear()
+                next_mono = self._clock.mono() + self._poll_s
+                await self.poll()
+                while not self._wake.is_set() and (left_s := next_mono - self._clock.mono()) > 0:
+                    await sleep_or_wake(self._clock, min(MIN_POLL_S, left_s), self._wake)
+                    if self._is_short():
+                        break
         finally:
             for one in self._sources:
                 if one.reading is not None:
@@ -370,6 +377,10 @@ class PressureMonitor:
     async def poll(self) -> None:
         """Read all sources once, and tell."""
         if self._sources:
-            await asyncio.wait([one.ask() for one in self._sources], timeout=self._answer_s)
-        opinions = [one.hear() for one in self._sources]
+            asked = [one.ask(self._clock.mono()) for one in self._sources]
+            is_first = any(one.last is None and not one.is_silent for one in self._sources)
+            wait_s = self._answer_s if is_first else min(MIN_POLL_S, self._answer_s)
+            await asyncio.wait(asked, timeout=wait_s)
+        now = self._clock.mono()
+        opinions = [one.hear(now, self._answer_s) for one in self._sources]
         self._tell(worst([opinion for opinion in opinions if opinion is not None]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 from hypothesis import given
@@ -219,7 +218,7 @@ def test_the_least_to_spare_counts_where_all_know_who_press() -> None:
 def monitor(
     sources: list[PressureSource], told: list[Reading], clock: ManualClock
 ) -> PressureMonitor:
-    return PressureMonitor(sources, tell=told.append, clock=clock, rng=random.Random(1))
+    return PressureMonitor(sources, tell=told.append, clock=clock)
 
 
 async def test_it_recovers_when_all_have() -> None:
@@ -255,7 +254,7 @@ async def test_a_source_that_cannot_be_read_hides_no_other() -> None:
     assert told[-1].level is NOMINAL
 
 
-async def test_a_source_that_falls_silent_keeps_its_level_and_at_least_low() -> None:
+async def test_a_source_that_falls_silent_counts_as_low_and_not_as_full() -> None:
     box = Box(NOMINAL)
     told: list[Reading] = []
     watch = monitor([KernelLevel(box)], told, ManualClock())  # type: ignore[arg-type]
@@ -264,7 +263,7 @@ async def test_a_source_that_falls_silent_keeps_its_level_and_at_least_low() -> 
         box.value = value
         await watch.poll()
     levels = [reading.level for reading in told]
-    assert levels == [NOMINAL, LOW, CRITICAL, CRITICAL, CRITICAL, NOMINAL]
+    assert levels == [NOMINAL, LOW, CRITICAL, LOW, LOW, NOMINAL]
     assert told[1] == Reading(level=LOW, source="kernel (silent)", spare_bytes=0, is_partial=True)
 
 
@@ -287,18 +286,21 @@ class Frozen:
 async def test_a_source_that_hangs_is_silent_is_not_asked_again_and_holds_up_no_other() -> None:
     frozen, other = Frozen(), Box(NOMINAL)
     told: list[Reading] = []
+    clock = ManualClock()
     watch = PressureMonitor(
         [frozen, KernelLevel(other)],  # type: ignore[arg-type]
         tell=told.append,
-        clock=ManualClock(),
-        rng=random.Random(1),
+        clock=clock,
         answer_s=0.2,
     )
     await watch.poll()
     await watch.poll()
+    clock.advance(0.2)
+    await watch.poll()
     other.value = CRITICAL
     await watch.poll()
     assert [(one.level, one.is_partial) for one in told] == [
+        (NOMINAL, False),
         (NOMINAL, False),
         (LOW, True),
         (CRITICAL, True),
@@ -361,4 +363,4 @@ def test_two_sources_of_one_name_and_a_frantic_pace_are_refused() -> None:
     with pytest.raises(errors.ConfigError, match="share a name"):
         monitor(pair, [], clock)
     with pytest.raises(errors.ConfigError, match="poll_s"):
-        PressureMonitor([], tell=print, clock=clock, rng=random.Random(1), poll_s=0.4)
+        PressureMonitor([], tell=print, clock=clock, poll_s=0.4)
