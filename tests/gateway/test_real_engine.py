@@ -71,7 +71,7 @@ async def test_an_engine_that_runs_away_before_the_first_token_is_a_503_and_come
         module = [sys.executable, "-m", "tests.node.child_greedy", "once", str(taken), "900"]
         return [*module, *command(socket)[3:]]
 
-    options = EngineOptions(max_losses_in_a_row=1)
+    options = EngineOptions(max_losses_in_a_row=1, resume_timeout_s=120.0)
     async with (
         MemoryArbiter(budget=1 << 40, clock=clock) as arbiter,
         EngineBackend("tiny", greedy, options=options) as model,
@@ -84,11 +84,11 @@ async def test_an_engine_that_runs_away_before_the_first_token_is_a_503_and_come
         watch.attach("tiny", model, size + (100 << 20))
         for is_stream in (False, True):
             body = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 8, "stream": is_stream}
-            refused = await served.http.post("/v1/completions", json=body)
+            refused = await served.http.post("/v1/completions", json=body, timeout=120)
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["code"] == "unavailable"
-            again = await served.http.post("/v1/completions", json=body)
+            again = await served.http.post("/v1/completions", json=body, timeout=120)
             assert again.status_code == 200
             told = watch.status()["tiny"]
             assert (told["max_running"], told["steps"]["kill"]) == (1, 1 + is_stream)
