@@ -7,6 +7,7 @@ it stands, special tokens included: there the caller writes the whole prompt.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -30,10 +31,12 @@ from kakeya.text.folder import (
     stop_ids,
     templates,
 )
+from kakeya.text.grammar import AnswerShape, ModelMarks, answer_grammar
 from kakeya.text.guard import GuardedTemplate
 from kakeya.text.stops import StopMatcher
 from kakeya.text.template import ChatTemplate
 from kakeya.text.tools.answer import AnswerReader
+from kakeya.text.tools.calls import functions_of
 from kakeya.text.tools.families import JSON_FAMILY, family_of
 from kakeya.text.tools.thinking import thinking_marks
 
@@ -71,8 +74,11 @@ class TextModel:
         source = sources.get(TOOL_TEMPLATE, sources.get(DEFAULT_TEMPLATE, ""))
         self.thinking = thinking_marks(vocabulary)
         """The marks around thoughts; None for a model that has none."""
+        self._knows_thoughts = self.thinking is not None and self.thinking.are_in(source)
         self.tool_family = family_of(source, vocabulary) if self.shows_tools else JSON_FAMILY
         """The syntax in which the model calls tools."""
+        with contextlib.suppress(ValueError):  # reads its parser file here, off the event loop
+            self.tool_family.parse("", ())
         added = self.tokenizer.get_added_tokens_decoder()
         self._special = {token.content: key for key, token in added.items() if token.special}
         eos = self.tokenizer.token_to_id(named.get("eos_token", ""))
@@ -145,6 +151,11 @@ class TextModel:
         template = self._templates.get(TOOL_TEMPLATE, self._templates.get(DEFAULT_TEMPLATE))
         return template is not None and template.shows_tools
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model writes thoughts: it has their marks, and its template knows them."""
+        return self.thinking is not None and self._knows_thoughts
+
     def reader(
         self, token_ids: Sequence[int], chat: Chat, *, may_call: bool = True
     ) -> AnswerReader:
@@ -159,7 +170,7 @@ class TextModel:
             marks += (self.thinking.start, self.thinking.end)
         return AnswerReader(
             thinking=self.thinking,
-            is_thinking=self.is_thinking(token_ids, chat),
+            is_thinking=self._is_thinking(token_ids, chat),
             family=family,
             tools=chat.tools,
             shown=frozenset(
@@ -169,11 +180,34 @@ class TextModel:
             ),
         )
 
-    def is_thinking(self, token_ids: Sequence[int], chat: Chat) -> bool:
+    async def grammar(self, token_ids: Sequence[int], chat: Chat, shape: AnswerShape) -> str | None:
+        """The grammar that forces the answer to a conversation that was encoded to these tokens.
+
+        None where any text will do. Raises InvalidArgument as `answer_grammar`.
+        """
+        functions = functions_of(chat.tools)
+        if not shape.forces(functions):
+            return None
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        may_think = not chat.continues_last and self.thinking is not None
+        is_behind = self.thinking is not None and self.thinking.is_closed(self._end_of(token_ids))
+        is_thinking = self._is_thinking(token_ids, chat)
+        marks = ModelMarks(
+            family=self.tool_family,
+            tokens={token.content: token_id for token_id, token in added},
+            thinking=self.thinking if is_thinking or (may_think and not is_behind) else None,
+            is_thinking=is_thinking,
+        )
+        return await asyncio.to_thread(answer_grammar, shape, functions, marks)
+
+    def _end_of(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids[-_MARK_TOKENS:], skip_special_tokens=False))
+
+    def _is_thinking(self, token_ids: Sequence[int], chat: Chat) -> bool:
         """Whether the answer to a conversation, encoded to these tokens, begins inside thoughts."""
         if self.thinking is None:
             return False
-        end = self.tokenizer.decode(token_ids[-_MARK_TOKENS:], skip_special_tokens=False)
+        end = self._end_of(token_ids)
         said = str(chat.messages[-1]["content"]) if chat.continues_last else ""
         return self.thinking.is_open(end) or self.thinking.is_left_open(said)
 

@@ -2,10 +2,10 @@
 
     text <think> thoughts </think> text <tool_call> a call </tool_call> text
 
-Marks part an answer, and blanks on both sides of a mark belong to it. A call is read when its end
-mark has come. Law: the parts do not depend on how the text was cut into pieces, and no text is
-lost: a mark whose call cannot be read, or does not end, is text, and what follows it is read as if
-it were not there.
+Marks part an answer, and blanks on both sides of a mark belong to it. Thoughts stand in front of
+all else: their mark behind it is text. A call is read when its end mark has come. Law: the parts do
+not depend on how the text was cut into pieces, and no text is lost: a mark whose call cannot be
+read, or does not end, is text, and what follows it is read as if it were not there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class AnswerReader:
         self._family = family
         self._tools = tools
         self._openings = [mark.start for mark in (thinking, family) if mark is not None]
-        self._opening = re.compile("|".join(map(re.escape, self._openings)) or "(?!)")
         self._mode: Literal["text", "thoughts", "call"] = "thoughts" if is_thinking else "text"
         self._is_fresh = is_thinking
         """Whether a mark stands right in front of the text, so that blanks are the mark's."""
@@ -125,20 +124,21 @@ class AnswerReader:
 
     def _read_text(self, text: str, parts: list[AnswerPart]) -> str | None:
         """Read up to the next mark; returns what is behind it, None where there is none yet."""
-        found = self._opening.search(text)
-        if found is None:
+        start = self._thinking.start if self._thinking is not None else ""
+        if start in self._openings and text.lstrip().startswith(start):
+            self._mode, self._is_fresh = "thoughts", True
+            return text.lstrip()[len(start) :]
+        mark = self._family.start if self._family is not None else ""
+        at = text.find(mark) if mark else -1
+        if at < 0:
             at = _unsettled(text, self._openings)
             self._say(text[:at], parts)
             self._held = text[at:]
             return None
-        before = text[: found.start()]
-        said = before.rstrip()
+        said = text[:at].rstrip()
         self._say(said, parts)
-        if self._thinking is not None and found[0] == self._thinking.start:
-            self._mode, self._is_fresh = "thoughts", True
-        else:
-            self._mode, self._before_call = "call", before[len(said) :] + found[0]
-        return text[found.end() :]
+        self._mode, self._before_call = "call", text[len(said) : at] + mark
+        return text[at + len(mark) :]
 
     def _read_thoughts(self, text: str, parts: list[AnswerPart]) -> str | None:
         end = self._thinking.end if self._thinking is not None else ""
@@ -188,13 +188,19 @@ class AnswerReader:
         except ValueError:
             return False
         parts += calls
+        self._only_calls()
         self._mode, self._is_fresh = "text", True
         return True
+
+    def _only_calls(self) -> None:
+        """No thoughts follow what is said or called."""
+        self._openings = [self._family.start] if self._family is not None else []
 
     def _say(self, text: str, parts: list[AnswerPart]) -> None:
         shown = self._trimmed(text)
         if shown:
             parts.append(Said(shown))
+            self._only_calls()
 
     def _think(self, text: str, parts: list[AnswerPart]) -> None:
         shown = self._trimmed(text)

@@ -13,9 +13,20 @@ class ThinkingMarks:
     start: str
     end: str
 
+    def are_in(self, template: str) -> bool:
+        """Whether a chat template knows of thoughts."""
+        # Marks of several tokens are put together by a template.
+        return any(
+            token in template for token in (self.start, self.end, "<|channel>", "think<|sep|>")
+        )
+
     def is_open(self, prompt: str) -> bool:
         """Whether the answer to a prompt begins inside thoughts: the template opened them."""
         return prompt.rstrip().endswith(self.start)
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the answer to a prompt begins behind thoughts: the template closed them."""
+        return prompt.rstrip().endswith(self.end)
 
     def is_left_open(self, said: str) -> bool:
         """Whether an answer that goes on does so inside thoughts."""
