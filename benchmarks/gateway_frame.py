@@ -20,10 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kakeya.gateway.answer import GeneratedAnswer
-from kakeya.gateway.openai.stream import ChunkWriter
+from kakeya.gateway.openai.requests import parse_chat
+from kakeya.gateway.reply import AnswerHead
 from kakeya.generation.frames import Done, Frame, StopReason, Tokens
 from kakeya.generation.request import DecodeRequest
 from kakeya.text.text import TextModel
+from kakeya.text.tools.answer import Said
 from tests.gateway.toy import ToyModel, make_folder, serving
 
 TOKENS = 2000
@@ -54,12 +56,13 @@ def per_token_us(work: Callable[[], object]) -> float:
 
 def making(folder: Path) -> tuple[float, float]:
     text = TextModel(folder, time.time)
-    writer = ChunkWriter("chat", answer_id="a", created_at=1, model="m", include_usage=False)
+    reply = parse_chat({"model": "m", "messages": [{"role": "user", "content": "a"}]})
+    reply.head = AnswerHead(answer_id="a", created_at=1, model="m", prompt_tokens=1)
     steps = frames(TOKENS)
 
     def ours() -> list[bytes]:
         answer = GeneratedAnswer(text.detokenizer())
-        return [writer.text(answer.take(frame)) for frame in steps]
+        return [reply.part(answer, part) for frame in steps for part in answer.take(frame)]
 
     def plain() -> list[bytes]:
         answer = GeneratedAnswer(text.detokenizer())
@@ -73,7 +76,7 @@ def making(folder: Path) -> tuple[float, float]:
                     "choices": [
                         {
                             "index": 0,
-                            "delta": {"content": answer.take(frame)},
+                            "delta": {"content": part.text},
                             "finish_reason": None,
                             "logprobs": None,
                         }
@@ -81,6 +84,8 @@ def making(folder: Path) -> tuple[float, float]:
                 }
             ).encode()
             for frame in steps
+            for part in answer.take(frame)
+            if isinstance(part, Said)
         ]
 
     ours_us, plain_us = [], []

@@ -1,4 +1,4 @@
-"""One answer in the making: frames in, text and a finish reason out. Sans-I/O.
+"""One answer in the making: frames in, parts and a finish reason out. Sans-I/O.
 
 The stop token is no text. A stop string cuts exactly before itself, wherever the frames were cut,
 and the token that completes it is the last one that counts.
@@ -6,20 +6,50 @@ and the token that completes it is the last one that counts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
+from kakeya.generation.frames import Done, Frame, Progress, StopReason, TokenLogprob, Tokens, Usage
 from kakeya.text.detokenizer import Detokenizer
 from kakeya.text.stops import StopMatcher
+from kakeya.text.tools.answer import AnswerPart, AnswerReader, Said, Thought
+from kakeya.text.tools.calls import Called
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool in an answer. `index` counts the answer's calls from 0; `arguments` is JSON
+    text."""
+
+    index: int
+    name: str
+    arguments: str
+    call_id: str
+
+
+Part = Said | Thought | ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ShownLogprob:
+    """A token of an answer as text and bytes, and its logarithm of probability; `top` are the
+    likeliest tokens in its place, themselves without `top`."""
+
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[ShownLogprob, ...] = ()
 
 
 class GeneratedAnswer:
-    """The text of one generation so far. `finish_reason` is set at the end of the text.
+    """The parts of one generation so far. `finish_reason` is set at their end.
 
     `usage` is the engine's account; None when a stop string ended the answer before it.
-    `cached_tokens` are tokens of the prompt with KV from earlier requests.
+    `cached_tokens` are tokens of the prompt with KV from earlier requests. `row` counts the answers
+    of one request from 0.
     """
 
     def __init__(
@@ -28,53 +58,145 @@ class GeneratedAnswer:
         *,
         stops: StopMatcher | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
+        reader: AnswerReader | None = None,
+        draw_call_id: Callable[[], str] = str,
+        has_one_call: bool = False,
+        bytes_of: Callable[[int], bytes] | None = None,
+        row: int = 0,
     ) -> None:
+        """`reader` finds thoughts and calls; None = the text has none. With `has_one_call` the
+        first call ends the answer. `bytes_of` a token are shown with its logprob."""
         self._detokenizer = detokenizer
         self._stops = stops
         self._stop_token_ids = stop_token_ids
+        self._reader = reader
+        self._draw_call_id = draw_call_id
+        self._has_one_call = has_one_call
+        self._bytes_of = bytes_of
+        self.row = row
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.usage: Usage | None = None
+        self.calls: list[ToolCall] = []
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        self._logprobs: list[ShownLogprob] = []
 
-    def take(self, frame: Frame) -> str:
-        """Take the next frame; returns the text that it adds."""
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of thoughts, among those of the completion."""
+        return 0 if self._reader is None else self._reader.thought_tokens
+
+    @property
+    def text(self) -> str:
+        """The answer, without thoughts and calls."""
+        return "".join(self._said)
+
+    @property
+    def thoughts(self) -> str:
+        """The thoughts before and between the text."""
+        return "".join(self._thought)
+
+    def take(self, frame: Frame) -> Sequence[Part]:
+        """Take the next frame; returns the parts that it adds, none of them empty."""
         match frame:
             case Tokens():
-                return self._add(frame.token_ids)
+                return self._add(frame)
             case Progress():
                 self.cached_tokens = frame.cached_tokens
-                return ""
+                return ()
             case Done():
                 return self._end(frame)
             case _:
                 assert_never(frame)
 
-    def _add(self, token_ids: tuple[int, ...]) -> str:
-        if self._stops is None:
+    def take_logprobs(self) -> list[ShownLogprob]:
+        """The tokens since the last time, with their logprobs if these were asked for."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
+    def _add(self, frame: Tokens) -> Sequence[Part]:
+        token_ids = frame.token_ids
+        for token_id, found in zip(token_ids, frame.logprobs, strict=False):
+            if token_id not in self._stop_token_ids:
+                self._logprobs.append(self._shown(token_id, found))
+        if self._stops is None and self._reader is None:
             self.completion_tokens += len(token_ids)
             is_stopped = token_ids[-1] in self._stop_token_ids
-            return self._detokenizer.feed(token_ids[:-1] if is_stopped else token_ids)
-        text = ""
-        # One by one: tokens that a step committed behind a stop string are no part of the answer.
+            text = self._detokenizer.feed(token_ids[:-1] if is_stopped else token_ids)
+            if not text:
+                return ()
+            self._said.append(text)
+            return (Said(text),)
+        parts: list[Part] = []
+        # One by one: tokens that a step committed behind a stop string or the last call are no part
+        # of the answer, and thoughts are counted.
         for token_id in token_ids:
             self.completion_tokens += 1
             is_shown = token_id not in self._stop_token_ids
-            said = self._detokenizer.feed((token_id,)) if is_shown else ""
-            text += self._stops.feed(said + self._stops.sign(token_id))
-            if self._stops.is_stopped:
-                self.finish_reason = "stop"
+            text = self._detokenizer.feed((token_id,)) if is_shown else ""
+            if self._stops is not None:
+                text = self._stops.feed(text + self._stops.sign(token_id))
+                if self._stops.is_stopped:
+                    self.finish_reason = "stop"
+            parts += self._read(text, 1)
+            if self.finish_reason is not None:
+                parts += self._read_rest()
                 break
-        return text
+        return parts
 
-    def _end(self, done: Done) -> str:
+    def _read(self, text: str, tokens: int = 0) -> list[Part]:
+        if self._reader is not None:
+            return self._kept(self._reader.feed(text, tokens))
+        return self._kept((Said(text),)) if text else []
+
+    def _read_rest(self) -> list[Part]:
+        return [] if self._reader is None else self._kept(self._reader.finish())
+
+    def _kept(self, found: Sequence[AnswerPart]) -> list[Part]:
+        parts: list[Part] = []
+        for one in found:
+            match one:
+                case Said():
+                    self._said.append(one.text)
+                    parts.append(one)
+                case Thought():
+                    self._thought.append(one.text)
+                    parts.append(one)
+                case Called():
+                    if self._has_one_call and self.calls:
+                        continue
+                    call_id = one.call_id or self._draw_call_id()
+                    call = ToolCall(len(self.calls), one.name, one.arguments, call_id)
+                    self.calls.append(call)
+                    parts.append(call)
+                    if self._has_one_call:
+                        self.finish_reason = "tool_calls"
+        return parts
+
+    def _end(self, done: Done) -> Sequence[Part]:
         self.usage = done.usage
         self.cached_tokens = done.usage.cached_tokens
-        self.finish_reason = "stop" if done.reason is StopReason.STOP_TOKEN else "length"
+        reason: FinishReason = "stop" if done.reason is StopReason.STOP_TOKEN else "length"
         rest = self._detokenizer.finish()
-        if self._stops is None:
-            return rest
-        rest = self._stops.feed(rest)
-        if self._stops.is_stopped:
-            self.finish_reason = "stop"
-        return rest + self._stops.finish()
+        if self._stops is not None:
+            rest = self._stops.feed(rest)
+            if self._stops.is_stopped:
+                reason = "stop"
+            rest += self._stops.finish()
+        parts = [*self._read(rest), *self._read_rest()]
+        is_called = reason == "stop" and self.calls
+        self.finish_reason = "tool_calls" if is_called else reason
+        return parts
+
+    def _shown(self, token_id: int, found: TokenLogprob) -> ShownLogprob:
+        top = tuple(self._token(one, logprob) for one, logprob in found.top)
+        return ShownLogprob(*self._text_of(token_id), found.logprob, top)
+
+    def _token(self, token_id: int, logprob: float) -> ShownLogprob:
+        return ShownLogprob(*self._text_of(token_id), logprob)
+
+    def _text_of(self, token_id: int) -> tuple[str, bytes]:
+        raw = self._bytes_of(token_id) if self._bytes_of else b""
+        return raw.decode(errors="replace"), raw

@@ -145,8 +145,8 @@ class Gateway:
 
     def routes(self) -> list[Route]:
         """The served paths."""
-        chat = GenerationRoute("chat", parse_chat, self._generations)
-        completion = GenerationRoute("completion", parse_completion, self._generations)
+        chat = GenerationRoute(lambda body, _: parse_chat(body), self._generations)
+        completion = GenerationRoute(lambda body, _: parse_completion(body), self._generations)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: from a body to an answer.
+"""Generations for HTTP clients, whatever their dialect: from a body to an answer.
 
 parse -> find the model -> wait until it serves -> text to ids -> checks that need the model ->
 decode -> text as it settles. The frames of the decode iterator are the only thing waited for per
@@ -15,11 +15,11 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -27,25 +27,22 @@ from starlette.types import Receive, Scope, Send
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.ids import draw_id
-from kakeya.gateway.answer import GeneratedAnswer
+from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.body import parse_body
-from kakeya.gateway.http.connection import Connection, HttpLimits, read_body
-from kakeya.gateway.http.edge import envelope, send_json, stopping
-from kakeya.gateway.openai.requests import (
+from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm, read_body
+from kakeya.gateway.http.edge import send_json, stopping
+from kakeya.gateway.http.request_ids import answer_id
+from kakeya.gateway.openai.messages import call_of
+from kakeya.gateway.openai.reply import compact
+from kakeya.gateway.openai.share_params import share_of
+from kakeya.gateway.reply import AnswerHead, Dialect, Reply
+from kakeya.gateway.request import (
     ChatRequest,
     CompletionRequest,
     GenerationParams,
     ModelNotFound,
-)
-from kakeya.gateway.openai.share_params import share_of
-from kakeya.gateway.openai.stream import (
-    DONE,
-    ChunkWriter,
-    Dialect,
-    compact,
-    usage_body,
-    whole_answer,
+    Request,
 )
 from kakeya.generation.cuts import marked
 from kakeya.generation.facts import ModelFacts
@@ -56,41 +53,33 @@ from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.generation.retention import Retention
 from kakeya.prefix.seam import Precache, PrefixClaim
 from kakeya.text.bound import TooManyTokens
+from kakeya.text.chat import Message
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
 from kakeya.text.text import TextModel, Texts
 from kakeya.wire.security import CLIENT_NAME
 
-Request = ChatRequest | CompletionRequest
 _WHOLE_FRAME_S = 0.25
 """Between two messages of an answer that is sent whole; a dying engine loses as much work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpGeneration:
-    """One generation, ready to run."""
+    """One answer to a request, ready to be generated."""
 
     model: ServedModel
     counted_as: str  # the base of an adapter: metrics have no label for each adapter
     request: DecodeRequest
     answer: GeneratedAnswer
-    answer_id: str
-    created_at: int
     began_mono: float
     asked: Request
+    prompt: str | tuple[int, ...]  # as its caller wrote it; "" for a conversation
     claim: PrefixClaim
     token_ids: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    """The answer so far: as tokens, and as text."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.token_ids)
 
 
 class Generations:
-    """Runs generations for HTTP clients, of both routes."""
+    """Runs generations for HTTP clients, of all routes."""
 
     def __init__(
         self,
@@ -115,13 +104,18 @@ class Generations:
         self.limits = limits
 
     def connection(
-        self, receive: Receive, send: Send, waits_for: Callable[[], str], *, is_stream: bool
+        self,
+        receive: Receive,
+        send: Send,
+        waits_for: Callable[[], str],
+        stream: StreamForm | None = None,
     ) -> Connection:
-        """Watch over one client; `waits_for` as `ServedModel.waits_for`."""
+        """Watch over one client; `waits_for` as `ServedModel.waits_for`, `stream` as for a
+        `Connection`."""
         return Connection(
             receive,
             send,
-            is_stream=is_stream,
+            stream=stream,
             clock=self._clock,
             limits=self.limits,
             waits_for=waits_for,
@@ -165,57 +159,112 @@ class Generations:
             self._metrics.running.set(self._crowd.total)
 
     async def prepare(
-        self, dialect: Dialect, asked: Request, model: ServedModel, scope: Scope
-    ) -> HttpGeneration:
-        """Wait for the model, write the prompt in ids, check what only the model can tell."""
+        self, reply: Reply, model: ServedModel, scope: Scope
+    ) -> Sequence[HttpGeneration]:
+        """Wait for the model, write the prompts in ids, check what only the model can tell, and
+        set the head of the reply. Returns a generation for each answer."""
         began_mono = self._clock.mono()
+        asked = reply.asked
         deadline_s = asked.params.deadline_s
         ready_s = self.limits.ready_s
         facts = await model.ready(ready_s if deadline_s is None else min(ready_s, deadline_s))
         text = await self._texts.get(facts.model_path)
-        token_ids = await _prompt_ids(asked, text, facts)
-        cuts = await _cuts(asked, token_ids, text, facts)
-        params = asked.params
-        client = client_of(scope)
-        claim = PrefixClaim(model_id=model.model_id, facts=facts, client=client, use=params.cache)
+        claim = PrefixClaim(
+            model_id=model.model_id, facts=facts, client=client_of(scope), use=asked.params.cache
+        )
+        prompts = asked.prompts if isinstance(asked, CompletionRequest) else ("",)
+        jobs: list[HttpGeneration] = []
+        prompt_tokens = 0
+        for prompt in prompts:
+            written = await _written(asked, prompt, text, facts)
+            prompt_tokens += len(written.token_ids)
+            for _ in range(asked.params.rows):
+                request = self._decode_request(asked, written, text, claim, scope, len(jobs))
+                jobs.append(
+                    HttpGeneration(
+                        model=model,
+                        counted_as=facts.model_id,
+                        request=request.after(self._clock.mono() - began_mono),
+                        answer=self._answer(asked, written, text, request, len(jobs)),
+                        began_mono=began_mono,
+                        asked=asked,
+                        prompt=prompt,
+                        claim=claim,
+                    )
+                )
+        reply.head = AnswerHead(
+            answer_id=answer_id(scope, reply.id_prefix),
+            created_at=int(self._clock.wall()),
+            model=model.model_id,
+            prompt_tokens=prompt_tokens,
+            fingerprint=fingerprint_of(facts),
+        )
+        return jobs
+
+    def _decode_request(
+        self,
+        asked: Request,
+        written: WrittenPrompt,
+        text: TextModel,
+        claim: PrefixClaim,
+        scope: Scope,
+        row: int,
+    ) -> DecodeRequest:
+        params, facts = asked.params, claim.facts
+        sampling = self._sampling(params, text.sampling, facts)
         stops = text.stops(params.stop)
-        stop_token_ids = text.stop_token_ids | frozenset(facts.eos_token_ids)
-        if stops is not None:
-            stop_token_ids |= stops.token_ids
-        request = DecodeRequest(
-            token_ids=token_ids,
-            max_tokens=_room(params, len(token_ids), facts),
-            stop_token_ids=stop_token_ids,
-            sampling=self._sampling(params, text.sampling, facts),
+        return DecodeRequest(
+            token_ids=written.token_ids,
+            max_tokens=_room(params, len(written.token_ids), facts),
+            stop_token_ids=text.stop_token_ids
+            | frozenset(facts.eos_token_ids)
+            | (frozenset() if stops is None else stops.token_ids),
+            sampling=replace(sampling, seed=(sampling.seed + row) % 2**64),
             draft_sources=self._router.sources(facts, params.draft_policy),
-            deadline_s=deadline_s,
-            kv_key=self._precache.kv_key(claim),
-            client=share_of(client, scope),
+            deadline_s=params.deadline_s,
+            # One generation continues KV that has a name; the other answers of a request share its
+            # prompt by content.
+            kv_key="" if row else self._precache.kv_key(claim),
+            client=share_of(claim.client, scope),
             user=params.user,
             priority=params.priority,
             kv_retention=params.cache.retention or Retention.LONG,
             frame_s=_frame_s(params),
-            cuts=cuts,
-        ).after(self._clock.mono() - began_mono)
-        # A chat's answer is a text of its own.
-        is_raw = isinstance(asked, CompletionRequest)
-        detokenizer = text.detokenizer(after=token_ids if is_raw else ())
-        return HttpGeneration(
-            model=model,
-            counted_as=facts.model_id,
-            request=request,
-            answer=GeneratedAnswer(detokenizer, stops=stops, stop_token_ids=stop_token_ids),
-            answer_id=draw_id("chatcmpl" if dialect == "chat" else "cmpl", self._rng, 24),
-            created_at=int(self._clock.wall()),
-            began_mono=began_mono,
-            asked=asked,
-            claim=claim,
+            cuts=written.cuts,
+            grammar=written.grammar,
+            top_logprobs=params.top_logprobs,
         )
 
-    async def run(self, job: HttpGeneration) -> AsyncGenerator[str, None]:
-        """Decode; yields text as it settles, never empty. The caller closes this iterator."""
+    def _answer(
+        self,
+        asked: Request,
+        written: WrittenPrompt,
+        text: TextModel,
+        request: DecodeRequest,
+        row: int,
+    ) -> GeneratedAnswer:
+        if isinstance(asked, ChatRequest):
+            may_call = asked.tool_choice.mode != "none"
+            reader = text.reader(written.token_ids, asked.chat, may_call=may_call)
+            after: Sequence[int] = ()  # a chat's answer is a text of its own
+        else:
+            reader, after = None, written.token_ids
+        shown: frozenset[int] = frozenset() if reader is None else reader.shown
+        return GeneratedAnswer(
+            text.detokenizer(after=after, shown=shown),
+            stops=text.stops(asked.params.stop, shown=shown),
+            stop_token_ids=request.stop_token_ids - shown,
+            reader=reader,
+            draw_call_id=lambda: "call_" + draw_id("", self._rng, 24)[1:],
+            has_one_call=isinstance(asked, ChatRequest) and not asked.tool_choice.is_parallel,
+            bytes_of=text.bytes_of,
+            row=row,
+        )
+
+    async def run(self, job: HttpGeneration) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
+        """Decode; yields each part of the answer as it settles. The caller closes this iterator."""
         model_id, answer = job.counted_as, job.answer
-        self._metrics.generation_began(model_id, job.prompt_tokens)
+        self._metrics.generation_began(model_id, len(job.request.token_ids))
         try:
             async with aclosing(job.model.decode(job.request)) as frames:
                 async for frame in frames:
@@ -224,10 +273,8 @@ class Generations:
                             waited_s = self._clock.mono() - job.began_mono
                             self._metrics.first_token(model_id, waited_s)
                         job.token_ids.extend(frame.token_ids)
-                    text = answer.take(frame)
-                    if text:
-                        job.pieces.append(text)
-                        yield text
+                    for part in answer.take(frame):
+                        yield answer, part
                     if answer.finish_reason is not None:
                         break
             self._turn_ended(job)
@@ -235,6 +282,38 @@ class Generations:
             self._metrics.generation_ended(
                 model_id, answer.completion_tokens, is_abandoned=answer.finish_reason is None
             )
+
+    async def run_all(
+        self, jobs: Sequence[HttpGeneration]
+    ) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
+        """Decode several answers at once; yields as `run`. The first failure ends all."""
+        found: asyncio.Queue[tuple[GeneratedAnswer, Part] | Exception | None] = asyncio.Queue()
+
+        async def feed(job: HttpGeneration) -> None:
+            end: Exception | None = None
+            try:
+                async with aclosing(self.run(job)) as parts:
+                    async for one in parts:
+                        found.put_nowait(one)
+            except Exception as fault:  # noqa: BLE001 - raised where the answers are read
+                end = fault
+            found.put_nowait(end)
+
+        tasks = [asyncio.create_task(feed(job)) for job in jobs]
+        try:
+            running = len(tasks)
+            while running:
+                one = await found.get()
+                if isinstance(one, Exception):
+                    raise one
+                if one is None:
+                    running -= 1
+                else:
+                    yield one
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _turn_ended(self, job: HttpGeneration) -> None:
         """Have what the next request begins with warm, if this one says what it continues."""
@@ -259,13 +338,12 @@ class Generations:
         return token_ids if len(token_ids) <= at_most else ()
 
     async def _continued(self, job: HttpGeneration, text: TextModel, at_most: int) -> Sequence[int]:
-        said = "".join(job.pieces)
         match job.asked:
-            case ChatRequest(chat=chat):
-                turn = chat.followed_by({"role": "assistant", "content": said})
+            case ChatRequest() as asked:
+                turn = asked.chat.followed_by(_turn_of(job.answer))
                 return await encode_ahead(text, turn, at_most=at_most)
-            case CompletionRequest(prompt=str() as prompt):
-                return await text.encode(prompt + said, at_most=at_most)
+            case CompletionRequest() if isinstance(job.prompt, str):
+                return await text.encode(job.prompt + job.answer.text, at_most=at_most)
             case CompletionRequest():
                 return (*job.request.token_ids, *job.token_ids)
 
@@ -278,88 +356,85 @@ class Generations:
                 f"top_k is {wish.top_k}; {facts.model_id} has {facts.vocab_size} tokens",
                 param="top_k",
             )
+        for token_id, _ in wish.logit_bias or ():
+            if token_id >= facts.vocab_size:
+                raise InvalidArgument(
+                    f"logit_bias names token {token_id}; {facts.model_id} has {facts.vocab_size} "
+                    "tokens",
+                    param="logit_bias",
+                )
         top_k = min(defaults.top_k, facts.vocab_size)
         return wish.over(replace(defaults, top_k=top_k, seed=self._rng.getrandbits(64)))
 
 
 class GenerationRoute:
-    """The ASGI application behind one of the two paths."""
+    """The ASGI application behind the path of a dialect."""
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        parse: Callable[[Mapping[str, object]], Request],
-        generations: Generations,
-    ) -> None:
+    def __init__(self, dialect: Dialect, generations: Generations) -> None:
         self._dialect = dialect
-        self._parse = parse
         self._generations = generations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
         body = await read_body(scope, receive, generations.limits)
-        asked = await parse_body(body, self._parse)
+        headers = Headers(scope=scope)
+        reply = await parse_body(body, lambda parsed: self._dialect(parsed, headers))
+        params = reply.asked.params
         caller = client_of(scope)
-        model = generations.find(asked.params.model, caller)
-        is_stream = asked.params.stream
-        with generations.admitted(share_of(caller, scope), asked.params.user):
+        model = generations.find(params.model, caller)
+        with generations.admitted(share_of(caller, scope), params.user):
             async with generations.connection(
-                receive, send, model.waits_for, is_stream=is_stream
+                receive, send, model.waits_for, reply if params.stream else None
             ) as client:
-                prepared = generations.prepare(self._dialect, asked, model, scope)
-                if is_stream:
-                    await self._stream(prepared, client)
+                prepared = generations.prepare(reply, model, scope)
+                if params.stream:
+                    await self._stream(reply, prepared, client)
                 else:
-                    await self._whole(prepared, client, send)
+                    await self._whole(reply, prepared, client, send)
+
+    def _parts(
+        self, jobs: Sequence[HttpGeneration]
+    ) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
+        one, *others = jobs
+        return self._generations.run_all(jobs) if others else self._generations.run(one)
 
     async def _whole(
-        self, prepared: Awaitable[HttpGeneration], client: Connection, send: Send
+        self,
+        reply: Reply,
+        prepared: Awaitable[Sequence[HttpGeneration]],
+        client: Connection,
+        send: Send,
     ) -> None:
-        job = await prepared
-        async with aclosing(self._generations.run(job)) as texts:
-            text = "".join([piece async for piece in texts])
-        body = whole_answer(
-            self._dialect,
-            job.answer,
-            text,
-            answer_id=job.answer_id,
-            created_at=job.created_at,
-            model=job.model.model_id,
-            prompt_tokens=job.prompt_tokens,
-        )
+        jobs = await prepared
+        async with aclosing(self._parts(jobs)) as parts:
+            async for _ in parts:
+                pass
+        body = compact(reply.whole([job.answer for job in jobs]))
         client.finish()
-        await send_json(send, 200, compact(body))
+        await send_json(send, 200, body)
 
-    async def _stream(self, prepared: Awaitable[HttpGeneration], client: Connection) -> None:
+    async def _stream(
+        self, reply: Reply, prepared: Awaitable[Sequence[HttpGeneration]], client: Connection
+    ) -> None:
         try:
-            job = await prepared
-            writer = ChunkWriter(
-                self._dialect,
-                answer_id=job.answer_id,
-                created_at=job.created_at,
-                model=job.model.model_id,
-                include_usage=job.asked.params.include_usage,
-            )
-            opening = writer.first()
-            async with aclosing(self._generations.run(job)) as texts:
-                async for text in texts:
-                    await client.send_event(opening + writer.text(text))
-                    opening = b""
+            jobs = await prepared
+            opening = reply.opening()
+            async with aclosing(self._parts(jobs)) as parts:
+                async for answer, part in parts:
+                    if written := reply.part(answer, part):
+                        await client.send_event(opening + written)
+                        opening = b""
         except KakeyaError as error:
             if not client.is_started:
                 raise
-            await client.end(b"data: " + envelope(error) + b"\n\n")
+            await client.end(reply.failure(error))
             return
         except asyncio.CancelledError:
             if client.is_started and not client.has_left:
-                await client.end(b"data: " + envelope(stopping()) + b"\n\n")
+                await client.end(reply.failure(stopping()))
             raise
-        reason = job.answer.finish_reason or "length"
-        last = opening + writer.last(reason)
-        if job.asked.params.include_usage:
-            last += writer.usage(usage_body(job.answer, job.prompt_tokens))
-        await client.end(last + DONE)
+        await client.end(opening + reply.closing([job.answer for job in jobs]))
 
 
 def client_of(scope: Scope) -> str:
@@ -367,20 +442,42 @@ def client_of(scope: Scope) -> str:
     return Headers(scope=scope).get(CLIENT_NAME, "")
 
 
-async def _prompt_ids(asked: Request, text: TextModel, facts: ModelFacts) -> tuple[int, ...]:
-    if isinstance(asked, ChatRequest):
-        return await chat_ids(asked.chat, text, facts)
-    return await raw_ids(asked.prompt, text, facts)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPrompt:
+    """A prompt in ids, its cuts, and the grammar of its answer, "" = free text."""
+
+    token_ids: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
+    grammar: str = ""
 
 
-async def _cuts(
-    asked: Request, token_ids: Sequence[int], text: TextModel, facts: ModelFacts
-) -> tuple[int, ...]:
-    """The places where other prompts are likely to part from a prompt of messages; else ()."""
+async def _written(
+    asked: Request, prompt: str | tuple[int, ...], text: TextModel, facts: ModelFacts
+) -> WrittenPrompt:
+    """The prompt in ids; of a conversation with the places where others are likely to part."""
     if not isinstance(asked, ChatRequest):
-        return ()
-    at_most = most_prompt_tokens(facts)
-    return await text.cuts_of(token_ids, asked.chat, at_most=at_most)
+        return WrittenPrompt(token_ids=await raw_ids(prompt, text, facts))
+    token_ids = await chat_ids(asked.chat, text, facts)
+    cuts = await text.cuts_of(token_ids, asked.chat, at_most=most_prompt_tokens(facts))
+    return WrittenPrompt(token_ids=token_ids, cuts=cuts)
+
+
+def _turn_of(answer: GeneratedAnswer) -> Message:
+    """An answer as its client sends it back."""
+    turn: dict[str, object] = {"role": "assistant", "content": answer.text}
+    if answer.thoughts:
+        turn["reasoning_content"] = answer.thoughts
+    if answer.calls:
+        turn["tool_calls"] = [
+            call_of(call.call_id, call.name, call.arguments) for call in answer.calls
+        ]
+    return turn
+
+
+def fingerprint_of(facts: ModelFacts) -> str:
+    """Names what computes the tokens: the weights, their form and the arithmetic."""
+    made_of = (facts.base_fingerprint, facts.weights_state, facts.kv_exactness, facts.mlx_version)
+    return "fp_" + sha256(repr(made_of).encode()).hexdigest()[:12]
 
 
 def _frame_s(params: GenerationParams) -> float:

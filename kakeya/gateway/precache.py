@@ -28,10 +28,11 @@ from kakeya.gateway.http.body import flag, parse_body, shown
 from kakeya.gateway.http.connection import read_body
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.openai.cache_params import read_keys, retention
-from kakeya.gateway.openai.messages import parse_messages, parse_tools
-from kakeya.gateway.openai.requests import parse_model, parse_prompt
+from kakeya.gateway.openai.messages import parse_messages
+from kakeya.gateway.openai.reply import compact
+from kakeya.gateway.openai.requests import parse_model, parse_prompts
 from kakeya.gateway.openai.share_params import share_of
-from kakeya.gateway.openai.stream import compact
+from kakeya.gateway.openai.tools import parse_tools
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.model import ServedModel
 from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix, resolve_key
@@ -83,11 +84,20 @@ def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
     return PrecacheRequest(
         model=parse_model(body.get("model")),
         use=use,
-        messages=parse_messages(body["messages"]) if is_chat else (),
+        messages=parse_messages(body["messages"])[0] if is_chat else (),
         tools=tools,
-        prompt="" if is_chat else parse_prompt(body["prompt"]),
+        prompt="" if is_chat else _prompt(body["prompt"]),
         is_pinned=flag(body, "pin"),
     )
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    prompts = parse_prompts(value)
+    if len(prompts) > 1:
+        raise Unsupported(
+            f"prompt holds {len(prompts)} prompts; send one request for each", param="prompt"
+        )
+    return prompts[0]
 
 
 def segments_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[PromptSegment]:
@@ -113,9 +123,7 @@ class PrecacheRoute:
         client = client_of(scope)
         model = generations.find(asked.model, client)
         with generations.admitted(share_of(client, scope)):
-            async with generations.connection(
-                receive, send, model.waits_for, is_stream=False
-            ) as connection:
+            async with generations.connection(receive, send, model.waits_for) as connection:
                 report = await self._warm(asked, model, client)
                 connection.finish()
         await send_json(send, 200, compact(_answer(asked, model, report)))

@@ -300,7 +300,10 @@ def _frame_to_wire(frame: EngineFrame) -> pb.DecodeResponse:
 def _frame_from_wire(response: pb.DecodeResponse) -> EngineFrame | None:
     match response.WhichOneof("frame"):
         case "tokens":
-            return _tokens_from_wire(response.tokens) if response.tokens.token_ids else None
+            tokens = response.tokens
+            if tokens.logprobs:
+                return _tokens_from_wire(tokens)
+            return Tokens(token_ids=tuple(tokens.token_ids)) if tokens.token_ids else None
         case "progress":
             return _PROGRESS.from_wire(response.progress)
         case "imported":

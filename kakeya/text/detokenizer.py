@@ -6,12 +6,14 @@ The text is the same however the tokens were cut into frames, and never ends in 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 from kakeya.text.byte_level import BYTE_OF
 
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 _WINDOW_TOKENS = 64
 """Most tokens that a decoder without a byte table holds back while its text is not settled."""
 _CONTEXT_TOKENS = 16
@@ -47,13 +49,9 @@ class ByteDetokenizer:
         return self._utf8.decode(b"", final=True)
 
     def _look_up(self, token_id: int) -> bytes:
-        token = None if token_id in self._hidden else self._tokenizer.id_to_token(token_id)
-        if token is None:
+        if token_id in self._hidden:
             return b""
-        try:
-            return bytes(BYTE_OF[character] for character in token)
-        except KeyError:
-            return token.encode()
+        return bytes_of(self._tokenizer, token_id, is_byte_level=True)
 
 
 class WindowDetokenizer:
@@ -103,6 +101,18 @@ class WindowDetokenizer:
     def _decode(self, token_ids: Sequence[int]) -> str:
         decoded: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return decoded
+
+
+def bytes_of(tokenizer: Tokenizer, token_id: int, *, is_byte_level: bool) -> bytes:
+    """The bytes of one token by itself, special ones spelled out; b"" for an unknown id."""
+    token = tokenizer.id_to_token(token_id) or ""
+    if not is_byte_level:
+        byte = _BYTE_TOKEN.match(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+    try:
+        return bytes(BYTE_OF[character] for character in token)
+    except KeyError:
+        return token.encode()
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer

@@ -20,7 +20,12 @@ from kakeya.core.errors import Unsupported
 from kakeya.text.bound import PromptBound
 from kakeya.text.chat import Chat
 from kakeya.text.cuts_of_chat import PromptCuts
-from kakeya.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from kakeya.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    bytes_of,
+)
 from kakeya.text.encoder import Encoder
 from kakeya.text.folder import (
     DEFAULT_TEMPLATE,
@@ -158,13 +163,16 @@ class TextModel:
 
     def reader(
         self, token_ids: Sequence[int], chat: Chat, *, may_call: bool = True
-    ) -> AnswerReader:
-        """A reader of the answer to a conversation that was encoded to these tokens.
+    ) -> AnswerReader | None:
+        """A reader of the answer to a conversation that was encoded to these tokens; None where the
+        answer can have neither thoughts nor calls.
 
         The special tokens that it needs, `AnswerReader.shown`, are to be given to `detokenizer` and
         `stops`. Calls are read where the conversation has tools and `may_call` says so.
         """
         family = self.tool_family if chat.tools and may_call else None
+        if family is None and self.thinking is None:
+            return None
         marks = [*([family.start, family.end, *family.inner_marks] if family is not None else [])]
         if self.thinking is not None:
             marks += (self.thinking.start, self.thinking.end)
@@ -222,6 +230,11 @@ class TextModel:
         if self._bytes_of is None:
             return WindowDetokenizer(self.tokenizer, hidden, after)
         return ByteDetokenizer(self.tokenizer, hidden, self._bytes_of.setdefault(hidden, {}))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token by itself; b"" for an unknown id."""
+        is_byte_level = self._bytes_of is not None
+        return bytes_of(self.tokenizer, token_id, is_byte_level=is_byte_level)
 
     def stops(
         self, stops: Sequence[str], *, shown: frozenset[int] = frozenset()

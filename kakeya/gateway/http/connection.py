@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import zstandard
 from starlette.datastructures import Headers
@@ -23,13 +23,8 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import Cancelled, InvalidArgument
 from kakeya.core.units import MIB, format_bytes
 from kakeya.gateway.http.edge import BodyTimeout, BodyTooLarge, UnsupportedEncoding
-from kakeya.gateway.openai.stream import comment
 
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),
-]
+_STREAM_HEADERS = [(b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 _PACKED = ("gzip", "zstd")
 
 
@@ -43,9 +38,9 @@ class HttpLimits:
     ready_s: float = 120.0
     """How long a request waits for a model that loads or restarts."""
     keepalive_s: float = 5.0
-    """A stream without an event for so long gets a comment, so that no proxy or client ends it."""
+    """A stream that is silent for so long gets a keepalive, so that no proxy or client ends it."""
     progress_s: float = 2.0
-    """While a model loads, comments come so often and say how far it is."""
+    """While a model loads, keepalives come so often and say how far it is."""
     stall_s: float = 60.0
     """A client that takes nothing of its stream for so long has left."""
     generations: int = 256
@@ -103,11 +98,24 @@ def _unpacked(encoding: str, body: bytes, limits: HttpLimits) -> bytes:
     return found
 
 
+class StreamForm(Protocol):
+    """The form of a streamed answer."""
+
+    @property
+    def content_type(self) -> bytes:
+        """The MIME type of the stream."""
+        ...
+
+    def keepalive(self, waits_for: str) -> bytes:
+        """Bytes for a silent stream; `waits_for` as for a `Connection`; b"" = none."""
+        ...
+
+
 class Connection:
     """The client of one request, while it is being worked for: `async with`.
 
     When the client leaves, the task inside is cancelled and the `async with` raises Cancelled.
-    A streaming one also sends keepalive comments, beginning the response if need be.
+    A streaming one also sends keepalives, beginning the response if need be.
     """
 
     def __init__(
@@ -115,16 +123,17 @@ class Connection:
         receive: Receive,
         send: Send,
         *,
-        is_stream: bool,
         clock: Clock,
         limits: HttpLimits,
         waits_for: Callable[[], str] = lambda: "",
+        stream: StreamForm | None = None,
     ) -> None:
-        """`waits_for` names the load that the answer waits for, and how far it is; "" = none."""
+        """`waits_for` names the load that the answer waits for, and how far it is; "" = none.
+        `stream` None = the answer is sent whole."""
         self._waits_for = waits_for
         self._receive = receive
         self._send = send
-        self._is_stream = is_stream
+        self._stream = stream
         self._clock = clock
         self._limits = limits
         self._helpers: list[asyncio.Task[None]] = []
@@ -139,8 +148,8 @@ class Connection:
     async def __aenter__(self) -> Self:
         self._work = asyncio.current_task()
         self._helpers.append(asyncio.create_task(self._watch()))
-        if self._is_stream:
-            self._helpers.append(asyncio.create_task(self._keep_alive()))
+        if self._stream is not None:
+            self._helpers.append(asyncio.create_task(self._keep_alive(self._stream)))
             self._helpers.append(asyncio.create_task(self._watch_stall()))
         return self
 
@@ -195,25 +204,27 @@ class Connection:
 
     async def _start(self) -> None:
         self.is_started = True
-        start = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
-        await self._send(start)
+        kind = b"" if self._stream is None else self._stream.content_type
+        headers = [(b"content-type", kind), *_STREAM_HEADERS]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._abandon()
 
-    async def _keep_alive(self) -> None:
-        """Send comments into silence; a comment that is not taken is bounded like any event."""
+    async def _keep_alive(self, stream: StreamForm) -> None:
+        """Send keepalives into silence; one that is not taken is bounded like any event."""
         limits = self._limits
         while not self._is_over:
             await self._clock.sleep(limits.progress_s if self._waits_for() else limits.keepalive_s)
-            if self._is_quiet and not self._writes_since_mono and not self._is_over:
-                await self.send_event(comment(self._waits_for()))
+            is_silent = self._is_quiet and not self._writes_since_mono and not self._is_over
+            if is_silent and (alive := stream.keepalive(self._waits_for())):
+                await self.send_event(alive)
             self._is_quiet = True
 
     async def _watch_stall(self) -> None:
-        """Give up a client that let one write wait for too long, be it an event or a comment."""
+        """Give up a client that let one write wait for too long, be it an event or a keepalive."""
         while not self._is_over:
             now = self._clock.mono()
             waited_s = now - min(self._writes_since_mono, default=now)

@@ -16,8 +16,8 @@ import json
 from collections.abc import Mapping
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.http.body import refuse, shown, text
-from kakeya.text.chat import Message, Tool
+from kakeya.gateway.http.body import flag, refuse, shown, text
+from kakeya.text.chat import Message
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
@@ -34,12 +34,15 @@ _ROLES = {
 }
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The field that holds the text of a part, by its type."""
-_CHANGING = ("prefix", "audio")
+_CHANGING = ("audio",)
 """Fields of a message that change the answer, and that no model here can follow."""
 
 
-def parse_messages(value: object) -> tuple[Message, ...]:
-    """Read the messages of a chat. Raises InvalidArgument or Unsupported naming the field."""
+def parse_messages(value: object) -> tuple[tuple[Message, ...], bool]:
+    """Read the messages of a chat, and whether the answer goes on from the last one.
+
+    Raises InvalidArgument or Unsupported naming the field.
+    """
     if not isinstance(value, list) or not value:
         refuse("messages", value, "a list of at least one message")
     lists = [
@@ -55,20 +58,16 @@ def parse_messages(value: object) -> tuple[Message, ...]:
             raise InvalidArgument(
                 f"messages holds {count} {what}; it may hold {most}", param="messages"
             )
-    return tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
-
-
-def parse_tools(value: object) -> tuple[Tool, ...]:
-    """Read what a chat template shows as tools, objects of any shape. Raises InvalidArgument."""
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        refuse("tools", value, "a list of objects")
-    for index, tool in enumerate(value):
-        if not isinstance(tool, dict):
-            refuse(f"tools[{index}]", tool, "an object")
-    tools: list[Tool] = json.loads(text(json.dumps(value, ensure_ascii=False), "tools"))
-    return tuple(tools)
+    messages = tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
+    for index, entry in enumerate(value):
+        is_last_answer = index == len(value) - 1 and messages[index]["role"] == "assistant"
+        if flag(entry, "prefix", f"messages[{index}].") and not is_last_answer:
+            raise InvalidArgument(
+                f"messages[{index}].prefix is true; only the last message can be continued, and "
+                "only the assistant's",
+                param=f"messages[{index}].prefix",
+            )
+    return messages, bool(value[-1].get("prefix"))
 
 
 def _message(value: object, at: str) -> Message:
@@ -107,26 +106,24 @@ def _past(value: Mapping[str, object], at: str) -> dict[str, object]:
     return past | ({"tool_calls": read} if read else {})
 
 
-def _call(value: object, at: str) -> dict[str, object]:
+def call_of(call_id: str, name: str, arguments: object) -> dict[str, object]:
     """A call as templates take it: with arguments as an object where they are one."""
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or not isinstance(function, dict):
-        refuse(at, value, 'a call like {"id": "...", "type": "function", "function": {...}}')
-    arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             read = json.loads(arguments)
         except (ValueError, RecursionError):
             read = None
         arguments = read if isinstance(read, dict) else arguments
-    call = {
-        "id": value.get("id") or "",
-        "type": "function",
-        "function": {
-            "name": text(function.get("name"), f"{at}.function.name"),
-            "arguments": {} if arguments is None else arguments,
-        },
-    }
+    function = {"name": name, "arguments": {} if arguments is None else arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _call(value: object, at: str) -> dict[str, object]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict):
+        refuse(at, value, 'a call like {"id": "...", "type": "function", "function": {...}}')
+    name = text(function.get("name"), f"{at}.function.name")
+    call = call_of(value.get("id") or "", name, function.get("arguments"))
     cleaned: dict[str, object] = json.loads(text(json.dumps(call, ensure_ascii=False), at))
     return cleaned
 

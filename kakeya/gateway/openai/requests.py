@@ -1,110 +1,55 @@
-"""The OpenAI dialect, inbound: bytes of a request body to frozen requests, or an error that names
-the parameter. Nothing is ignored in silence.
+"""The OpenAI dialect, inbound: a request body to a request, or an error that names the parameter.
+Nothing is ignored in silence.
 
-    honoured      model, messages | prompt, max_tokens, max_completion_tokens, temperature, top_p,
-                  seed, stop, stream, stream_options.include_usage; of chats tools with
-                  tool_choice "none": the model is shown them, and answers with a message
+    honoured      model, messages | prompt (or a list of prompts), max_tokens,
+                  max_completion_tokens, temperature, top_p, seed, stop, n, stream, stream_options,
+                  presence_penalty, frequency_penalty, logit_bias, logprobs, top_logprobs;
+                  of chats tools, tool_choice, parallel_tool_calls, response_format,
+                  reasoning_effort
     defaults      of sampling: the model's own, from its generation_config.json
-    extensions    top_k; min_p; draft_policy ("auto", "off", "ngram", "peer", MODEL@HOST:PORT);
+    extensions    top_k; min_p; repetition_penalty, repeat_penalty; draft_policy ("auto", "off",
+                  "ngram", "peer", MODEL@HOST:PORT);
                   deadline_s: how long the caller waits for the first token, loading included;
+                  enable_thinking, thinking, chat_template_kwargs: variables of the chat template;
                   conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`;
                   priority, service_tier, user, safety_identifier: see `share_params`
     accepted      a parameter that is absent, null, or has a value that changes nothing (`_NO_OPS`);
                   values that mean "off": seed, top_k and max_tokens -1, top_p 0, an empty stop
     refused       everything else: 400, code unsupported_parameter
 
-Messages are read by `messages`. A prompt of /v1/completions is a text, token ids, or a list of one
-of these.
+Messages are read by `messages`, tools and schemas by `tools`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
-from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
+from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, integer, number, refuse, shown, text
 from kakeya.gateway.openai.cache_params import CACHE_PARAMS, read_cache_use
-from kakeya.gateway.openai.messages import parse_messages, parse_tools
+from kakeya.gateway.openai.messages import parse_messages
+from kakeya.gateway.openai.reply import ChatReply, CompletionReply
 from kakeya.gateway.openai.share_params import SHARE_PARAMS, read_priority, read_user
-from kakeya.generation.request import GenerationPriority, Sampling
-from kakeya.prefix.seam import CacheUse
-from kakeya.text.chat import Chat, Message, Tool
+from kakeya.gateway.openai.tools import parse_tools, read_answer_schema, read_tool_choice
+from kakeya.gateway.request import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationParams,
+    SamplingWish,
+)
+from kakeya.generation.request import MOST_BIAS, MOST_PENALTY, MOST_TOP_LOGPROBS, Sampling
+from kakeya.text.chat import Chat
 
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1000
 SEED_BITS = 64
 MAX_DEADLINE_S = 86400.0
+MAX_BIASES = 4096
+MAX_ROWS = 64
+"""Answers of one request: prompts times n."""
 COMPLETION_MAX_TOKENS = 16
 """Of /v1/completions when `max_tokens` is absent; a chat goes on to the end of the context."""
-
-
-class ModelNotFound(NotFound):
-    """The `model` of a request is none of the served ones."""
-
-    code = "model_not_found"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingWish:
-    """The fields of a `Sampling` that a caller gave; None = the model's default."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    min_p: float | None = None
-
-    def over(self, usual: Sampling) -> Sampling:
-        """The usual sampling, as far as nothing else was given. Raises InvalidArgument."""
-        return Sampling(
-            temperature=usual.temperature if self.temperature is None else self.temperature,
-            top_p=usual.top_p if self.top_p is None else self.top_p,
-            top_k=usual.top_k if self.top_k is None else self.top_k,
-            seed=usual.seed if self.seed is None else self.seed,
-            min_p=usual.min_p if self.min_p is None else self.min_p,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationParams:
-    """Parameters that both routes share. `max_tokens` None = to the end of the context;
-    `deadline_s` None = the caller gave no deadline."""
-
-    model: str
-    max_tokens: int | None
-    sampling: SamplingWish
-    stop: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-    draft_policy: str
-    deadline_s: float | None = None
-    cache: CacheUse = field(default_factory=CacheUse)
-    priority: GenerationPriority = GenerationPriority.NORMAL
-    user: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """A body of POST /v1/chat/completions."""
-
-    params: GenerationParams
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...] = ()
-    """Tools that the template shows the model; the model cannot call them."""
-
-    @property
-    def chat(self) -> Chat:
-        """What a prompt is written from."""
-        return Chat(messages=self.messages, tools=self.tools)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest:
-    """A body of POST /v1/completions; the prompt is text or token ids."""
-
-    params: GenerationParams
-    prompt: str | tuple[int, ...]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def _is(*values: object) -> Callable[[object], bool]:
@@ -120,52 +65,103 @@ def _is_object(given: object) -> bool:
 
 
 _NO_OPS: Mapping[str, Callable[[object], bool]] = {
-    "n": _is(1),
     "best_of": _is(1),
-    "presence_penalty": _is_number(0),
-    "frequency_penalty": _is_number(0),
-    "repetition_penalty": _is_number(1),
-    "logit_bias": _is({}),
-    "logprobs": _is(False),
-    "top_logprobs": _is(0),
     "echo": _is(False),
     "suffix": _is(""),
     "store": _is(False),
     # A label of the request: never changes the output.
     "metadata": _is_object,
-    "tools": _is([]),
     "functions": _is([]),
-    "tool_choice": _is("none", "auto"),
-    "parallel_tool_calls": _is(True, False),
-    "response_format": _is({"type": "text"}),
     "modalities": _is(["text"]),
+    "verbosity": _is("medium"),
+    "function_call": _is("none", "auto"),
+    # The values at which llama.cpp's and vLLM's parameters do nothing.
+    "typical_p": _is_number(1),
+    "tfs_z": _is_number(1),
+    "mirostat": _is_number(0),
+    "ignore_eos": _is(False),
+    "cache_prompt": _is(True),
+    "add_generation_prompt": _is(True),
+    "skip_special_tokens": _is(True),
 }
 _SHARED = frozenset(
-    {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream"}
-    | {"min_p", "stream_options", "draft_policy", "deadline_s"}
+    {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "n"}
+    | {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "repeat_penalty"}
+    | {"logit_bias", "logprobs", "stream_options", "draft_policy", "deadline_s"}
     | CACHE_PARAMS
     | SHARE_PARAMS
 )
+_OF_CHATS = frozenset(
+    {"messages", "max_completion_tokens", "top_logprobs", "response_format"}
+    | {"tools", "tool_choice", "parallel_tool_calls"}
+    | {"reasoning_effort", "enable_thinking", "thinking", "chat_template_kwargs"}
+)
 
 
-def parse_chat(body: Mapping[str, object]) -> ChatRequest:
+def parse_chat(body: Mapping[str, object]) -> ChatReply:
     """Read a chat request. Raises InvalidArgument or Unsupported naming the parameter."""
-    tools = _shown_tools(body)
-    _refuse_unknown(body, _SHARED | {"messages", "max_completion_tokens", "tools"})
-    return ChatRequest(
-        params=_params(body, default_max_tokens=None),
-        messages=parse_messages(body.get("messages")),
-        tools=tools,
+    _refuse_unknown(body, _SHARED | _OF_CHATS)
+    messages, continues_last = parse_messages(body.get("messages"))
+    tools = parse_tools(body.get("tools"))
+    asked = ChatRequest(
+        params=_params(body, default_max_tokens=None, top_logprobs=_top_logprobs(body)),
+        chat=Chat(
+            messages=messages,
+            tools=tools,
+            kwargs=read_template_args(body),
+            continues_last=continues_last,
+        ),
+        tool_choice=read_tool_choice(body, tools),
+        answer_schema=read_answer_schema(body.get("response_format")),
     )
+    return ChatReply(asked, include_usage=_include_usage(body.get("stream_options")))
 
 
-def parse_completion(body: Mapping[str, object]) -> CompletionRequest:
+def parse_completion(body: Mapping[str, object]) -> CompletionReply:
     """Read a completion request. Raises InvalidArgument or Unsupported naming the parameter."""
     _refuse_unknown(body, _SHARED | {"prompt"})
-    return CompletionRequest(
-        params=_params(body, default_max_tokens=COMPLETION_MAX_TOKENS),
-        prompt=parse_prompt(body.get("prompt")),
+    is_off = body.get("logprobs") is False
+    top = None if is_off else integer(body, "logprobs", 0, MOST_TOP_LOGPROBS, default=None)
+    asked = CompletionRequest(
+        params=_params(body, default_max_tokens=COMPLETION_MAX_TOKENS, top_logprobs=top),
+        prompts=parse_prompts(body.get("prompt")),
     )
+    rows = asked.params.rows * len(asked.prompts)
+    if rows > MAX_ROWS:
+        raise InvalidArgument(
+            f"{len(asked.prompts)} prompts with n={asked.params.rows} are {rows} answers; one "
+            f"request may ask for {MAX_ROWS}",
+            param="prompt",
+        )
+    return CompletionReply(asked, include_usage=_include_usage(body.get("stream_options")))
+
+
+def read_template_args(body: Mapping[str, object]) -> dict[str, object]:
+    """Read the variables of the chat template. Raises InvalidArgument naming the parameter.
+
+    What a template calls thinking has two names; both are set.
+    """
+    given = body.get("chat_template_kwargs")
+    if given is not None and not isinstance(given, dict):
+        refuse("chat_template_kwargs", given, "an object")
+    args: dict[str, object] = dict(given or {})
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        if not isinstance(effort, str) or effort not in EFFORTS:
+            refuse("reasoning_effort", effort, f"one of {', '.join(EFFORTS)}")
+        args["reasoning_effort"] = effort
+        if effort == "none":
+            args |= {"enable_thinking": False, "thinking": False}
+    for name in ("thinking", "enable_thinking"):
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, dict) and value.get("type") in ("enabled", "disabled", "adaptive"):
+            value = value["type"] != "disabled"
+        if not isinstance(value, bool):
+            refuse(name, value, 'true, false or {"type": "enabled"}')
+        args |= {"enable_thinking": value, "thinking": value}
+    return args
 
 
 def parse_model(value: object) -> str:
@@ -175,49 +171,48 @@ def parse_model(value: object) -> str:
     return value
 
 
-def parse_prompt(value: object) -> str | tuple[int, ...]:
-    """Read a text, token ids, or a list of one of these. Raises as `parse_completion`."""
+def parse_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """Read a text, token ids, or a list of these. Raises as `parse_completion`."""
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            raise Unsupported(
-                f"prompt holds {len(value)} prompts; send one request for each", param="prompt"
-            )
-        (value,) = value
+        return tuple(_prompt(one, f"prompt[{index}]") for index, one in enumerate(value))
+    return (_prompt(value, "prompt"),)
+
+
+def _prompt(value: object, at: str) -> str | tuple[int, ...]:
     if isinstance(value, str) and value:
-        return text(value, "prompt")
+        return text(value, at)
     if not isinstance(value, list) or not value:
-        refuse("prompt", value, "a text that is not empty, or a list of token ids")
-    return tuple(_token_id(entry, index) for index, entry in enumerate(value))
+        refuse(at, value, "a text that is not empty, or a list of token ids")
+    return tuple(_token_id(entry, f"{at}[{index}]") for index, entry in enumerate(value))
 
 
-def _params(body: Mapping[str, object], *, default_max_tokens: int | None) -> GenerationParams:
-    stream = flag(body, "stream")
+def _params(
+    body: Mapping[str, object], *, default_max_tokens: int | None, top_logprobs: int | None
+) -> GenerationParams:
     return GenerationParams(
         model=parse_model(body.get("model")),
         max_tokens=_max_tokens(body, default_max_tokens),
         sampling=_sampling(body),
-        stop=_stops(body.get("stop")),
-        stream=stream,
-        include_usage=_include_usage(body.get("stream_options"), stream=stream),
+        stop=read_stops(body.get("stop")),
+        stream=flag(body, "stream"),
         draft_policy=_draft_policy(body.get("draft_policy")),
         deadline_s=_deadline_s(body),
         cache=read_cache_use(body),
         priority=read_priority(body),
         user=read_user(body),
+        rows=integer(body, "n", 1, MAX_ROWS, default=1),
+        top_logprobs=top_logprobs,
     )
 
 
-def _shown_tools(body: Mapping[str, object]) -> tuple[Tool, ...]:
-    """Tools that the model may know of and not call: no answer is read as a call."""
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if tools and choice != "none":
-        given = "is missing" if choice is None else f"is {shown(choice)}"
-        raise Unsupported(
-            f'tool_choice {given}, and calls of tools are not supported; give "none", and the '
-            "model is shown the tools and answers with a message",
-            param="tool_choice",
-        )
-    return parse_tools(tools)
+def _top_logprobs(body: Mapping[str, object]) -> int | None:
+    """Of a chat, which asks for logprobs with one parameter and says how many with another."""
+    top = integer(body, "top_logprobs", 0, MOST_TOP_LOGPROBS, default=0)
+    if flag(body, "logprobs"):
+        return top
+    if top:
+        raise InvalidArgument(f"top_logprobs={top} needs logprobs=true", param="top_logprobs")
+    return None
 
 
 def _refuse_unknown(body: Mapping[str, object], known: frozenset[str]) -> None:
@@ -235,17 +230,14 @@ def _refuse_unknown(body: Mapping[str, object], known: frozenset[str]) -> None:
 
 
 def _max_tokens(body: Mapping[str, object], default: int | None) -> int | None:
-    limits = {
-        integer(body, name, 1, 2**31 - 1, default=None)
+    """The smaller one of both parameters."""
+    limits = [
+        limit
         for name in ("max_tokens", "max_completion_tokens")
         if body.get(name) != -1
-    } - {None}
-    if len(limits) > 1:
-        raise InvalidArgument(
-            "max_tokens and max_completion_tokens differ; give one of them",
-            param="max_completion_tokens",
-        )
-    return limits.pop() if limits else default
+        and (limit := integer(body, name, 1, 2**31 - 1, default=None)) is not None
+    ]
+    return min(limits, default=default)
 
 
 def _sampling(body: Mapping[str, object]) -> SamplingWish:
@@ -258,9 +250,41 @@ def _sampling(body: Mapping[str, object]) -> SamplingWish:
         top_k=0 if top_k == -1 else top_k,
         seed=None if seed is None or seed == -1 else seed % 2**SEED_BITS,
         min_p=number(body, "min_p", 0, 1, default=None),
+        presence_penalty=_penalty(body, "presence_penalty"),
+        frequency_penalty=_penalty(body, "frequency_penalty"),
+        repetition_penalty=_repetition_penalty(body),
+        logit_bias=_logit_bias(body.get("logit_bias")),
     )
     wish.over(Sampling())  # refuses what no model could do, before one is loaded for it
     return wish
+
+
+def _penalty(body: Mapping[str, object], name: str) -> float | None:
+    return number(body, name, -MOST_PENALTY, MOST_PENALTY, default=None)
+
+
+def _repetition_penalty(body: Mapping[str, object]) -> float | None:
+    """Read the penalty, under the name that llama.cpp gives it too."""
+    for name in ("repetition_penalty", "repeat_penalty"):
+        given = number(body, name, 0, 100, default=None)
+        if given == 0:
+            refuse(name, 0, "above 0; 1 changes nothing")
+        if given is not None:
+            return given
+    return None
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        refuse("logit_bias", value, f"an object with at most {MAX_BIASES} token ids")
+    found = []
+    for name in value:
+        if not name.isascii() or not name.isdecimal() or len(name) > 10:
+            refuse("logit_bias", name, "an object whose keys are token ids")
+        found.append((int(name), number(value, name, -MOST_BIAS, MOST_BIAS, default=0.0)))
+    return tuple(found)
 
 
 def _draft_policy(value: object) -> str:
@@ -273,7 +297,8 @@ def _deadline_s(body: Mapping[str, object]) -> float | None:
     return number(body, "deadline_s", 0, MAX_DEADLINE_S, default=MAX_DEADLINE_S)
 
 
-def _stops(value: object) -> tuple[str, ...]:
+def read_stops(value: object) -> tuple[str, ...]:
+    """Read stop strings. Raises InvalidArgument."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
@@ -288,22 +313,20 @@ def _stops(value: object) -> tuple[str, ...]:
     return tuple(stop for stop in dict.fromkeys(found) if stop)
 
 
-def _include_usage(value: object, *, stream: bool) -> bool:
+def _include_usage(value: object) -> bool:
     if value is None:
         return False
     if not isinstance(value, dict):
         refuse("stream_options", value, "an object")
-    if not stream:
-        raise InvalidArgument("stream_options needs stream=true", param="stream_options")
     for name, option in value.items():
-        is_no_op = name == "include_obfuscation" and option in (None, False)
+        is_no_op = name == "include_obfuscation" or option in (None, False)
         if name != "include_usage" and not is_no_op:
             param = f"stream_options.{name}"
             raise Unsupported(f"{shown(param)} is not supported; leave it out", param=param)
     return flag(value, "include_usage", prefix="stream_options.")
 
 
-def _token_id(value: object, index: int) -> int:
+def _token_id(value: object, at: str) -> int:
     if type(value) is not int or value < 0:
-        refuse(f"prompt[{index}]", value, "a token id")
+        refuse(at, value, "a token id")
     return value

@@ -12,7 +12,6 @@ from starlette.types import Message
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Cancelled
 from kakeya.gateway.http.connection import Connection, HttpLimits
-from kakeya.gateway.openai.stream import KEEPALIVE
 from kakeya.generation.facts import ModelState
 from tests.fakes import set_by
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving, until
@@ -180,6 +179,18 @@ class _Blocked:
             await asyncio.Event().wait()
 
 
+KEEPALIVE = b": waiting\n\n"
+
+
+class _Events:
+    """A stream whose keepalive is a comment."""
+
+    content_type = b"text/event-stream"
+
+    def keepalive(self, waits_for: str) -> bytes:
+        return KEEPALIVE
+
+
 SHORT = HttpLimits(keepalive_s=0.05, stall_s=0.2)
 END = b"data: [DONE]\n\n"
 
@@ -191,7 +202,7 @@ async def test_no_write_of_a_stream_waits_longer_than_a_stall_may_last(last: byt
 
     async def work() -> None:
         async with Connection(
-            line.receive, line.send, is_stream=True, clock=SystemClock(), limits=SHORT
+            line.receive, line.send, stream=_Events(), clock=SystemClock(), limits=SHORT
         ) as client:
             if last == KEEPALIVE:
                 await asyncio.Event().wait()  # nothing of the work's own to write
@@ -207,7 +218,7 @@ async def test_a_write_behind_a_blocked_comment_does_not_set_its_clock_back() ->
 
     async def work() -> None:
         async with Connection(
-            line.receive, line.send, is_stream=True, clock=SystemClock(), limits=SHORT
+            line.receive, line.send, stream=_Events(), clock=SystemClock(), limits=SHORT
         ) as client:
             await line.blocked.wait()
             while True:
