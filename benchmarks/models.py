@@ -20,6 +20,8 @@ REAL = Path(
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kakeya" / "real-model"
 )
 """The folder of the model of real size, once `scripts/real_model` has made it."""
+REAL_EMBEDDER = REAL.parent / "real-embedder"
+"""The same of a real encoder, by `scripts/real_model embedder`."""
 NAMED = os.environ.get("KAKEYA_BENCH_MODEL")
 """The model folder of `scripts/bench --model`, for benchmarks that take any model."""
 SHAPES = {

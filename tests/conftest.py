@@ -12,7 +12,7 @@ import pytest
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
 
-from benchmarks.models import REAL
+from benchmarks.models import REAL, REAL_EMBEDDER
 from tests.late import (  # noqa: F401  # pytest finds its hooks by their names here
     pytest_addoption,
     pytest_runtest_call,
@@ -75,9 +75,19 @@ def short_path() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     """The folder of the model of real size."""
-    if not REAL.exists():
-        missing = f"there is no model of real size in {REAL}; scripts/real_model makes it"
+    return _made(REAL, "scripts/real_model")
+
+
+@pytest.fixture(scope="session")
+def real_embedder() -> Path:
+    """The folder of the real encoder."""
+    return _made(REAL_EMBEDDER, "scripts/real_model embedder")
+
+
+def _made(folder: Path, script: str) -> Path:
+    if not folder.exists():
+        missing = f"there is no model of real size in {folder}; {script} makes it"
         if os.environ.get("KAKEYA_REQUIRE_REAL") == "1":
             pytest.fail(missing)
         pytest.skip(missing)
-    return REAL
+    return folder

@@ -60,6 +60,7 @@ def engine_command(
                 *keys,
                 *known,
                 *(slots if spec.role is ModelRole.VERIFIER else ()),
+                *(("--encodes",) if spec.role is ModelRole.EMBEDDER else ()),
             )
 
         return on_socket

@@ -2,6 +2,7 @@
 
     decode    holds a lease while it runs; a request for an absent model waits in the arbiter's
               queue until the model is loaded
+    embed     likewise, of an encoder
     draft     holds a lease too, but only of a model in memory: no draft waits
     failed    an engine that was given up leaves the ledger; the first request after a pause loads
               the model again; each pause is longer than the last one
@@ -42,9 +43,13 @@ from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
 from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.prefix.request.exchange import PrefixExchange
 
-TEXT, DRAFT = "text", "draft"
-"""The capabilities of verifiers and of draft models."""
-CAPABILITY_OF = {ModelRole.VERIFIER: TEXT, ModelRole.PROPOSER: DRAFT}
+TEXT, DRAFT, EMBED = "text", "draft", "embedding"
+"""The capabilities of verifiers, of draft models and of embedders."""
+CAPABILITY_OF = {
+    ModelRole.VERIFIER: TEXT,
+    ModelRole.PROPOSER: DRAFT,
+    ModelRole.EMBEDDER: EMBED,
+}
 PATIENCE_S = 120.0
 """How long a request without a deadline waits for its model."""
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
@@ -162,7 +167,7 @@ class ResidentModel:
         if state is ModelState.READY:
             return True
         is_away = state is ModelState.UNLOADED or (state is ModelState.LOADING and self.facts)
-        if not is_away or not (self.role is ModelRole.VERIFIER or self._rests):
+        if not is_away or (self.role is ModelRole.PROPOSER and not self._rests):
             return False
         return self._memory.would_grant(self.capability, self.model_id)
 
@@ -229,6 +234,14 @@ class ResidentModel:
         async with self.lend(terms=decode_terms(request)) as backend:
             with self._run():
                 yield backend
+
+    async def embed(
+        self, texts: Sequence[Sequence[int]], *, size: int = 0, client: str = "", user: str = ""
+    ) -> bytes:
+        """See `EmbeddingModel`. Raises the errors of the arbiter as `decode`."""
+        async with self.lend() as backend:
+            with self._run():
+                return await backend.embed(texts, size=size, client=client, user=user)
 
     async def draft(
         self,
@@ -329,7 +342,7 @@ class ResidentModel:
     @property
     def may_come_back(self) -> bool:
         """Whether the model is loaded without a request when there is room: a drafter unless it
-        left for idleness and no draft was asked since, a verifier only if it was never tried."""
+        left for idleness and no draft was asked since, others only if they were never tried."""
         if self.role is ModelRole.PROPOSER:
             return self.may_load and not self._rests
         return self._facts is None and self._failure is None
@@ -433,5 +446,5 @@ class ResidentModel:
 def _backend_of(handle: Handle) -> EngineBackend:
     backend = handle.backend
     if not isinstance(backend, EngineBackend):
-        raise InvariantBroken("text and draft models are engines", f"{handle.key}: {backend!r}")
+        raise InvariantBroken("models are engines", f"{handle.key}: {backend!r}")
     return backend

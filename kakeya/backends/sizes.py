@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from kakeya.backends.resident import EMBED
 from kakeya.core import darwin
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import unified_memory_bytes
@@ -175,12 +176,14 @@ def lease_sizes(
             widens=platform != "darwin",
             history=history,
             kind=kind,
+            encodes=kind == EMBED,
         )
         if model_id in stated_bytes:
             estimate = stated(estimate, stated_bytes[model_id])
         elif estimate.problem:
             event(_log, "size is a guess", level=logging.WARNING, problem=estimate.problem)
-        size = sizes[model_id] = lease_size(estimate, budget)
+        size = LeaseSize(estimate, 0) if kind == EMBED else lease_size(estimate, budget)
+        sizes[model_id] = size
         if size.bytes > budget and estimate.source != "name":
             raise ConfigError(
                 f"model {model_id} needs {format_bytes(size.bytes)} with little room for sessions "

@@ -3,6 +3,7 @@
     GET  /v1/models, /v1/models/{id}     the served models
     POST /v1/chat/completions            OpenAI chat, streamed or not
     POST /v1/completions                 OpenAI completions, streamed or not
+    POST /v1/embeddings                  OpenAI embeddings
     POST /v1/precache                    warm a prefix before a request needs it
     GET  /                               two lines for a person: the version, where to read on
     GET  /healthz, /health               200 while the process lives
@@ -31,16 +32,24 @@ from starlette.routing import Route
 import kakeya
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
+from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.generation import GenerationRoute, Generations, client_of
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
+from kakeya.gateway.openai.embeddings import EmbeddingRoute
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.precache import PrecacheRoute
 from kakeya.generation.facts import DraftModelState, ModelState
-from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
+from kakeya.generation.model import (
+    DraftRouter,
+    EmbeddingModel,
+    LoadableModel,
+    ModelDirectory,
+    ServedModel,
+)
 from kakeya.generation.request import Sampling
 from kakeya.prefix.seam import NoPrecache, Precache
 from kakeya.text.text import Texts
@@ -97,6 +106,7 @@ def build_app(
         unready=unready,
         metrics=metrics,
         created_at=int(clock.wall()),
+        embedding=EmbeddingRoute(Embeddings(directory, texts, metrics, limits), clock),
     )
     app = Starlette(
         routes=gateway.routes(),
@@ -133,7 +143,9 @@ class Gateway:
         unready: Callable[[], str],
         metrics: HttpMetrics,
         created_at: int,
+        embedding: EmbeddingRoute,
     ) -> None:
+        self._embedding = embedding
         self._directory = directory
         self._generations = generations
         self._precache = precache
@@ -150,6 +162,7 @@ class Gateway:
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/embeddings", self._embedding, methods=["POST"]),
             Route("/v1/precache", self._precache, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model_id:path}", self.describe_model),
@@ -172,6 +185,7 @@ class Gateway:
             base = bodies.get(one.parent, {})
             own = {"id": one.model_id, "display_name": one.model_id, "parent": one.parent}
             models.append(base | own)
+        models += map(self._embedder_body, self._directory.embedders())
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
         pages = {"has_more": False, "first_id": None, "last_id": None, **ends}
         return _json({"object": "list", "data": models, **pages})
@@ -180,8 +194,11 @@ class Gateway:
         """GET /v1/models/{id}."""
         if not request.path_params["model_id"]:
             raise HTTPException(404)  # the router's words name the path without the slash
-        client = client_of(request.scope)
-        found = self._generations.find(request.path_params["model_id"], client)
+        client, model_id = client_of(request.scope), request.path_params["model_id"]
+        for one in self._directory.embedders():
+            if one.model_id == model_id:
+                return _json(self._embedder_body(one))
+        found = self._generations.find(model_id, client)
         adapted = self._directory.adapted(client) if ":" in found.model_id else ()
         parents = [{"parent": one.parent} for one in adapted if one.model_id == found.model_id]
         return _json(await self._model_body(found) | (parents[0] if parents else {}))
@@ -214,9 +231,9 @@ class Gateway:
         }
         return _json(body, 503 if reason else 200)
 
-    def _decisive_model(self) -> ServedModel | DraftModelState | None:
+    def _decisive_model(self) -> LoadableModel | DraftModelState | None:
         """The default model; on a draft-only node a model that is not ready yet, or else any."""
-        if models := self._directory.verifiers():
+        if models := self._directory.verifiers() or self._directory.embedders():
             return models[0]
         proposers = self._proposers()
         waited_for = (model for model in proposers if not _is_ready(model))
@@ -237,9 +254,26 @@ class Gateway:
         return _json(self._status().get("fleet", {}))
 
     async def _model_body(self, model: ServedModel) -> dict[str, object]:
-        text, facts = await self._generations.text_of(model), model.facts
+        text, common = await self._generations.text_of(model), self._common_body(model)
+        return common | {
+            "role": "verifier",
+            "max_output_tokens": common["context_length"],  # of an empty prompt: both share it
+            "modalities": {"input": ["text"], "output": ["text"]},
+            "capabilities": text and ["completion", *(["chat"] if text.has_chat_template else [])],
+            "default_parameters": text and _shown(text.sampling),
+        }
+
+    def _embedder_body(self, model: EmbeddingModel) -> dict[str, object]:
+        return self._common_body(model) | {
+            "role": "embedder",
+            "modalities": {"input": ["text"], "output": ["embeddings"]},
+            "capabilities": ["embedding"],
+            "dimensions": model.facts and model.facts.vector_size,
+        }
+
+    def _common_body(self, model: LoadableModel) -> dict[str, object]:
+        facts = model.facts
         context = facts and (facts.longest_tokens or facts.context_tokens)
-        abilities = text and ["completion", *(["chat"] if text.has_chat_template else [])]
         return {
             # One body: `object` and `created` for OpenAI's clients; `type`, `display_name` and
             # `created_at` for Anthropic's.
@@ -254,13 +288,8 @@ class Gateway:
             "context_length": context,
             "max_model_len": context,
             "max_context_length": context,
-            "max_output_tokens": context,  # of an empty prompt: both share the context
-            "modalities": {"input": ["text"], "output": ["text"]},
             "state": model.state.value,
-            "role": "verifier",
             "quantization": facts and (facts.quantization or facts.dtype),
-            "capabilities": abilities,
-            "default_parameters": text and _shown(text.sampling),
         }
 
 
@@ -274,7 +303,7 @@ def _shown(sampling: Sampling) -> dict[str, float]:
     }
 
 
-def _is_ready(model: ServedModel | DraftModelState) -> bool:
+def _is_ready(model: LoadableModel | DraftModelState) -> bool:
     """Whether a request at this moment finds the model, or has it loaded."""
     if model.state is ModelState.READY:
         return True

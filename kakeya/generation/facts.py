@@ -45,6 +45,11 @@ class ModelFacts:
     """The other conditions for blocks of the very same bits, as canonical JSON."""
     weights_state: str = ""
     """Of the files that the weights were read from; "" = not known."""
+    vector_size: int = 0
+    """Of an encoder, the length of its vectors; 0 = the model decodes."""
+    nested_sizes: tuple[int, ...] = ()
+    """Shorter lengths that an encoder was trained for, at which its vectors may be cut off; 0 among
+    them = any."""
     working_set_bytes: int = 0
     """The bytes that the GPU's driver lets one process keep; 0 = no GPU computes."""
     prefill_grid: tuple[tuple[int, int], ...] = ()

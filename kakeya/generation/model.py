@@ -1,8 +1,8 @@
-"""The seam between the front doors of a node and the models: models by name, and their decode."""
+"""The seam between the front doors of a node and the models: models by name, and their work."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,8 +11,8 @@ from kakeya.generation.frames import Frame
 from kakeya.generation.request import DecodeRequest, DraftSource
 
 
-class ServedModel(Protocol):
-    """One model of this node, served by any backend."""
+class LoadableModel(Protocol):
+    """One model of this node, served by any backend, in memory or not."""
 
     @property
     def model_id(self) -> str:
@@ -42,6 +42,10 @@ class ServedModel(Protocol):
         """Wait until the model serves. Raises PeerUnavailable with retry_after_s if it will not."""
         ...
 
+
+class ServedModel(LoadableModel, Protocol):
+    """A model that decodes."""
+
     def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
 
@@ -61,6 +65,24 @@ class ServedModel(Protocol):
         ...
 
 
+class EmbeddingModel(LoadableModel, Protocol):
+    """A model that makes vectors of texts."""
+
+    async def embed(
+        self, texts: Sequence[Sequence[int]], *, size: int = 0, client: str = "", user: str = ""
+    ) -> bytes:
+        """The vectors of texts in token ids, in order, little-endian float32. Shape: [texts, size].
+
+        A text is not empty, and has at most `context_tokens` tokens, special ones included. `size`
+        0 = the model's `vector_size`. The model is loaded if needed; the death of its engine is
+        survived.
+
+        Raises InvalidArgument for other texts, QueueFull if too many wait, PeerUnavailable when no
+        engine starts in time, and the memory arbiter's errors.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedId:
     """A model with an adapter, and its `parent`, the model without; by the names callers use."""
@@ -75,8 +97,8 @@ class ModelDirectory(Protocol):
     def get(self, model_id: str, client: str = "") -> ServedModel:
         """Find a model that decodes; "" is the default, BASE:NAME a model with an adapter.
 
-        `client` names the caller, "" = unknown. Raises NotFound naming the served ids, and Denied
-        for an adapter of another client.
+        `client` names the caller, "" = unknown. Raises NotFound naming the served ids, Denied for
+        an adapter of another client, and InvalidArgument for an embedder.
         """
         ...
 
@@ -86,6 +108,15 @@ class ModelDirectory(Protocol):
 
     def verifiers(self) -> tuple[ServedModel, ...]:
         """Every model that decodes, the default first."""
+        ...
+
+    def embedder(self, model_id: str) -> EmbeddingModel:
+        """Find a model that makes vectors. Raises NotFound naming those that are served, and
+        InvalidArgument for a model that decodes."""
+        ...
+
+    def embedders(self) -> tuple[EmbeddingModel, ...]:
+        """Every model that makes vectors."""
         ...
 
 

@@ -33,6 +33,7 @@ class ModelRole(StrEnum):
 
     VERIFIER = "verifier"
     PROPOSER = "proposer"
+    EMBEDDER = "embedder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def parse_model(raw: object) -> ModelSpec:
     """Read [NAME=]ID_OR_PATH[:ROLE]. Raises Illegal."""
     name, text = _split_name(_text(raw))
     source, role = _split_role(text)
-    if source == NGRAM and role is ModelRole.VERIFIER:
+    if source == NGRAM and role is not ModelRole.PROPOSER:
         raise Illegal("ngram only drafts; give it as --proposer ngram")
     return _spec(name, source, role)
 

@@ -148,7 +148,7 @@ def load(
     if is_cpu:
         _to_float32(network)
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(network.parameters()))
-    reading = _Reading(weight_bytes, told)
+    reading = WeightReading(weight_bytes, told)
     # Beside the reading, which leaves Python alone: a large tokenizer takes as long as a forward.
     beside = ThreadPoolExecutor(1)
     digest = beside.submit(vocabulary_digest, folder)
@@ -185,7 +185,7 @@ def load(
     )
 
 
-class _Reading:
+class WeightReading:
     """Counts the bytes of weights that lie in memory."""
 
     def __init__(self, total_bytes: int, told: Callable[[LoadPhase, int, int], None]) -> None:

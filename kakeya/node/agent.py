@@ -171,7 +171,11 @@ class Agent:
         verifiers = self._engines.of_role(ModelRole.VERIFIER)
         for model in verifiers:
             model.on_usage = self._suspect_failed_drafters
-        self._models = VerifierDirectory(verifiers, self._pages.adapters.manager)
+        self._models = VerifierDirectory(
+            verifiers,
+            self._pages.adapters.manager,
+            self._engines.of_role(ModelRole.EMBEDDER),
+        )
         ahead = node_precache(
             self._config.precache, self._models, self._memory, self._pages, self._clock, self._rng
         )

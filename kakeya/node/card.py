@@ -32,7 +32,11 @@ class NodeFacts:
     is_careful: bool = False
 
 
-_CARD_ROLES = {ModelRole.VERIFIER: CardRole.VERIFIER, ModelRole.PROPOSER: CardRole.PROPOSER}
+_CARD_ROLES = {
+    ModelRole.VERIFIER: CardRole.VERIFIER,
+    ModelRole.PROPOSER: CardRole.PROPOSER,
+    ModelRole.EMBEDDER: CardRole.EMBEDDER,
+}
 
 
 def make_offer(place: NodeFacts, ready: Iterable[tuple[ModelRole, ModelFacts]]) -> Offer:

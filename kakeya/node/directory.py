@@ -1,4 +1,4 @@
-"""The verifiers of this node, by id."""
+"""The models of this node that requests name, by id: verifiers, and embedders beside them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ from collections.abc import Sequence
 from kakeya.adapters.manager import AdapterManager
 from kakeya.backends.adapted import AdaptedModel
 from kakeya.backends.resident import ResidentModel
-from kakeya.core.errors import NotFound
+from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.generation.frames import Usage
-from kakeya.generation.model import AdaptedId, ServedModel
+from kakeya.generation.model import AdaptedId, EmbeddingModel, ServedModel
 
 
 class VerifierDirectory:
-    """Finds a verifier, with or without an adapter; the first one is the default."""
+    """Finds a verifier, with or without an adapter, the first one by default; or an embedder."""
 
-    def __init__(self, verifiers: Sequence[ResidentModel], adapters: AdapterManager) -> None:
+    def __init__(
+        self,
+        verifiers: Sequence[ResidentModel],
+        adapters: AdapterManager,
+        embedders: Sequence[ResidentModel] = (),
+    ) -> None:
         self._verifiers = tuple(verifiers)
+        self._embedders = tuple(embedders)
         self._adapters = adapters
 
     def get(self, model_id: str, client: str = "") -> ServedModel:
         """Find a verifier; "" is the default, BASE:NAME a verifier with an adapter.
 
-        Raises NotFound, which names the served models or a near one, and Denied.
+        Raises NotFound, which names the served models or a near one, Denied, and InvalidArgument
+        for an embedder.
         """
         for model in self._verifiers:
             if model_id in ("", model.model_id):
@@ -32,10 +39,18 @@ class VerifierDirectory:
             if base == model.model_id:
                 self._adapters.find(model_id, client)
                 return AdaptedModel(model, model_id, client, self._adapters)
+        if any(model_id == model.model_id for model in self._embedders):
+            raise InvalidArgument(
+                f"{model_id} makes embeddings (POST /v1/embeddings) and writes no text; "
+                f"this node writes text with {_names(self._verifiers)}",
+                param="model",
+            )
         if not self._verifiers:
             raise NotFound("this node decodes with no model; start one with --model ID_OR_PATH")
-        served = ", ".join(model.model_id for model in self._verifiers)
-        raise NotFound(f"model {model_id[:80]!r} is not served here; this node serves {served}")
+        raise NotFound(
+            f"model {model_id[:80]!r} is not served here; this node serves "
+            f"{_names(self._verifiers)}"
+        )
 
     def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
         """List the models with adapters that a client may use."""
@@ -47,6 +62,26 @@ class VerifierDirectory:
     def verifiers(self) -> tuple[ServedModel, ...]:
         """List the verifiers, the default first."""
         return self._verifiers
+
+    def embedder(self, model_id: str) -> EmbeddingModel:
+        """Find an embedder. Raises NotFound, and InvalidArgument for a verifier."""
+        for model in self._embedders:
+            if model_id == model.model_id:
+                return model
+        served = f"embeddings are made by {_names(self._embedders)}"
+        if any(model_id == model.model_id for model in self._verifiers):
+            raise InvalidArgument(
+                f"{model_id} writes text and makes no embeddings; {served}", param="model"
+            )
+        raise NotFound(f"model {model_id[:80]!r} is not served here; {served}")
+
+    def embedders(self) -> tuple[EmbeddingModel, ...]:
+        """List the embedders."""
+        return self._embedders
+
+
+def _names(models: Sequence[ResidentModel]) -> str:
+    return ", ".join(model.model_id for model in models) or "no model"
 
 
 def failed_addresses(usage: Usage) -> tuple[str, ...]:

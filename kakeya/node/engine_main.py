@@ -30,7 +30,9 @@ from kakeya.core.process import bound_heap, compute_in_bulk
 from kakeya.generation.progress import LoadPhase, LoadTeller
 
 if TYPE_CHECKING:
+    from kakeya.engine.embedding.service import EncoderServicer
     from kakeya.engine.model import Model
+    from kakeya.engine.service import EngineServicer
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 2.0
@@ -45,12 +47,13 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
     configure(options.log_format)
     bound_heap()  # an engine's memory is measured as resident bytes, so freed blocks must leave
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
-    engine: Future[_Engine] = Future()
+    engine: Future[_Engine | _EncoderEngine] = Future()
     thread = threading.Thread(
         target=_model_thread, args=(options, load or load_model, engine), name="model", daemon=True
     )
     thread.start()
-    import_module("kakeya.engine.service")  # a tenth of a second, while weights are read
+    service = "embedding.service" if options.encodes else "service"
+    import_module(f"kakeya.engine.{service}")  # a tenth of a second, while weights are read
     try:
         made = engine.result()
     except KakeyaError as failure:
@@ -96,7 +99,38 @@ class _Engine:
             max_draft_rows=options.draft_rows,
             adapters=adapters,
         )
-        self.scheduler = Scheduler(model, self.tools, max_running=options.max_running)
+        self.thread = self.scheduler = Scheduler(model, self.tools, max_running=options.max_running)
+
+    def servicer(self) -> EngineServicer:
+        """The service of the engine."""
+        from kakeya.engine.service import EngineServicer
+
+        # The base refuses what an engine lacks: UNIMPLEMENTED.
+        return EngineServicer(self.model, self.scheduler, self.tools)  # type: ignore[abstract]
+
+
+class _EncoderEngine:
+    """The same of an encoder, whose model is loaded here."""
+
+    def __init__(self, options: Namespace) -> None:
+        accelerated, told = _before_mlx(options)
+        from kakeya.engine.embedding.worker import EncoderWorker
+        from kakeya.mlx.embedder import MlxEncoder
+
+        self.model = MlxEncoder(
+            options.model,
+            options.model_id,
+            blas_threads=options.blas_threads,
+            blas_accelerated=accelerated,
+            told=told,
+        )
+        self.thread = EncoderWorker(self.model)
+
+    def servicer(self) -> EncoderServicer:
+        """The service of the engine."""
+        from kakeya.engine.embedding.service import EncoderServicer
+
+        return EncoderServicer(self.model, self.thread)  # type: ignore[abstract]
 
 
 def _parse(argv: list[str] | None) -> Namespace:
@@ -113,6 +147,7 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--draft-rows", type=int, default=16, help="most rows in one draft block")
     parser.add_argument("--adapter-slots", type=int, default=0, help="adapters loaded at a time")
     parser.add_argument("--adapter-rank", type=int, default=16, help="largest rank of an adapter")
+    parser.add_argument("--encodes", action="store_true", help="the model makes embeddings")
     parser.add_argument("--identity", type=Path, help="folder of the identity for calls to peers")
     parser.add_argument("--findings", type=Path, help="folder of what is known of models")
     parser.add_argument(
@@ -126,19 +161,21 @@ def _parse(argv: list[str] | None) -> Namespace:
 
 
 def _model_thread(
-    options: Namespace, load: Callable[[Namespace], Model], engine: Future[_Engine]
+    options: Namespace,
+    load: Callable[[Namespace], Model],
+    engine: Future[_Engine | _EncoderEngine],
 ) -> None:
     """Load on the thread that computes later: mlx keeps streams per thread."""
     compute_in_bulk()
     try:
         event(_log, "loading", model=options.model_id, source=options.model)
-        made = _Engine(load(options), options)
+        made = _EncoderEngine(options) if options.encodes else _Engine(load(options), options)
     except BaseException as failure:  # noqa: BLE001 - reported by the main thread
         engine.set_exception(failure)
         return
     engine.set_result(made)
     try:
-        made.scheduler.run()
+        made.thread.run()
     except BaseException as failure:  # noqa: BLE001 - without this thread the process is of no use
         _log.exception("the model thread failed")
         _leave(1, f"kakeya engine: {failure!r}")
@@ -146,11 +183,7 @@ def _model_thread(
 
 def load_model(options: Namespace) -> Model:
     """Load a model with mlx by the options."""
-    from kakeya.mlx.numerics.blas import preload_blas
-
-    told = LoadTeller(_say)
-    told(LoadPhase.START)
-    accelerated = preload_blas(max(1, options.blas_threads))
+    accelerated, told = _before_mlx(options)
     started = time.perf_counter()
     from kakeya.mlx.loader import load
     from kakeya.mlx.model import MlxModel
@@ -168,21 +201,31 @@ def load_model(options: Namespace) -> Model:
     return MlxModel(loaded, load_s, accelerated, findings=options.findings)
 
 
+def _before_mlx(options: Namespace) -> tuple[bool, LoadTeller]:
+    """Load a fast BLAS, whether there is one, and begin to say how far the load is."""
+    from kakeya.mlx.numerics.blas import preload_blas
+
+    told = LoadTeller(_say)
+    told(LoadPhase.START)
+    return preload_blas(max(1, options.blas_threads)), told
+
+
 def _say(line: str) -> None:
     """Write a line that the parent reads."""
     sys.stdout.write(line)
     sys.stdout.flush()
 
 
-async def _serve(socket_path: str, engine: _Engine, model_thread: threading.Thread) -> None:
+async def _serve(
+    socket_path: str, engine: _Engine | _EncoderEngine, model_thread: threading.Thread
+) -> None:
     import grpc.aio
 
-    from kakeya.engine.service import EngineServicer
     from kakeya.v1 import engine_pb2_grpc
     from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, message_options
 
     server = grpc.aio.server(options=message_options(ENGINE_MESSAGE_BYTES))
-    servicer = EngineServicer(engine.model, engine.scheduler, engine.tools)
+    servicer = engine.servicer()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
     server.add_insecure_port(f"unix:{socket_path}")
     await server.start()
@@ -194,7 +237,7 @@ async def _serve(socket_path: str, engine: _Engine, model_thread: threading.Thre
     await stopped.wait()
     servicer.end_streams()  # an idle stream would use up the grace
     await server.stop(_STOP_GRACE_S)
-    engine.scheduler.stop()
+    engine.thread.stop()
     # While the event loop still runs: the last step of the thread may send frames to it.
     await asyncio.to_thread(model_thread.join, _STOP_GRACE_S)
 

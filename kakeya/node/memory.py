@@ -30,7 +30,7 @@ from kakeya.backends.engine.process import Command
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.engines import EngineCommand, Engines
 from kakeya.backends.handler import EngineHandler
-from kakeya.backends.resident import DRAFT, TEXT, ResidentModel
+from kakeya.backends.resident import DRAFT, EMBED, TEXT, ResidentModel
 from kakeya.backends.sizes import LeaseSize, check_named, check_pinned, lease_sizes, node_budget
 from kakeya.backends.terms import DRAFT_TERMS
 from kakeya.core.clock import Clock
@@ -51,7 +51,7 @@ from kakeya.memory.arbiter.events import (
     ModelUnload,
 )
 from kakeya.memory.arbiter.plan import Reason
-from kakeya.memory.arbiter.resident import DRAFTER, TEXT_TARGET, ResidentKey, Warmth
+from kakeya.memory.arbiter.resident import DRAFTER, EMBEDDING, TEXT_TARGET, ResidentKey, Warmth
 from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.history import WORKING_SET, SizeHistory, SizeRecord
 from kakeya.memory.estimate.size_file import SizeFile, hub_folder
@@ -64,6 +64,8 @@ from kakeya.memory.plugins import PluginReport, load_capabilities
 from kakeya.memory.pressure_sources import dispatcher, pressure_monitor
 from kakeya.node.state_writer import StateWriter
 
+_ENGINES = {TEXT: TEXT_TARGET, DRAFT: DRAFTER, EMBED: EMBEDDING}
+"""The capabilities of models that are engines, and their roles in the ledger."""
 TEND_S = 2.0
 """Seconds between two checks of which models can come back, or be loaded by a request."""
 
@@ -288,7 +290,7 @@ class NodeMemory:
             self.arbiter,
             self._care,
         )
-        for name, role in ((TEXT, TEXT_TARGET), (DRAFT, DRAFTER)):
+        for name, role in _ENGINES.items():
             self.arbiter.register(
                 Capability(
                     name=name,
@@ -317,8 +319,8 @@ class NodeMemory:
 
     def _models(self) -> tuple[ResidentModel, ...]:
         """List the models, verifiers first: drafts are of no use without a verifier."""
-        of_role = self.engines.of_role
-        return (*of_role(ModelRole.VERIFIER), *of_role(ModelRole.PROPOSER))
+        order = (ModelRole.VERIFIER, ModelRole.EMBEDDER, ModelRole.PROPOSER)
+        return tuple(model for role in order for model in self.engines.of_role(role))
 
     async def _preload_all(self) -> None:
         pinned = self._config.pinned
@@ -328,7 +330,7 @@ class NodeMemory:
     async def _preload(self, model: ResidentModel) -> None:
         if not model.may_load:
             return
-        terms = PLAIN if model.role is ModelRole.VERIFIER else DRAFT_TERMS
+        terms = DRAFT_TERMS if model.role is ModelRole.PROPOSER else PLAIN
         if not await self.arbiter.preload(model.capability, model.model_id, terms):
             model.not_expected()
 
@@ -381,14 +383,14 @@ class NodeMemory:
 
     def _follow(self, happened: Event) -> None:
         match happened:
-            case ModelLoad(key=(kind, name)) if kind in (TEXT, DRAFT):
+            case ModelLoad(key=(kind, name)) if kind in _ENGINES:
                 digest = self._sizes[name].estimate.digest
                 self._history.note_load(digest, kind, happened.load_s)
             case MemoryPressure():
                 self._comeback.pressed(happened.level, self._clock.mono())
             case Evicted() if happened.reason is Reason.PRESSURE:
                 self._comeback.taken(happened.key, self._clock.mono())
-            case ModelUnload(key=(kind, name), reason=Reason.IDLE) if kind in (TEXT, DRAFT):
+            case ModelUnload(key=(kind, name), reason=Reason.IDLE) if kind in _ENGINES:
                 self.engines.get(name).left_idle()
             case _:
                 pass

@@ -25,7 +25,7 @@ from kakeya.fleet.view.conflicts import IdConflict
 from kakeya.fleet.view.skew import WARN_S
 from kakeya.fleet.view.suspicion import Doubt
 from kakeya.generation.facts import ModelFacts, ModelState
-from kakeya.generation.spec import ModelSpec
+from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.plugins import PluginReport
 from kakeya.node.figures import gossip_figures
 
@@ -312,6 +312,8 @@ def _drafts(view: NodeView) -> Mapping[str, Json]:
             ]
             for policy in ("auto", "peer")
         }
-        for _, backend in view.models
-        if backend is not None and (facts := backend.facts) is not None
+        for spec, backend in view.models
+        if spec.role is not ModelRole.EMBEDDER
+        and backend is not None
+        and (facts := backend.facts) is not None
     }

@@ -114,6 +114,18 @@ class TextModel:
             return self._encode_raw(prompt)
         return await asyncio.to_thread(self._encode_raw, prompt)
 
+    async def encode_whole(
+        self, texts: Sequence[str], *, cut_to: int | None = None
+    ) -> list[list[int]]:
+        """Encode texts for an encoder, each with the special tokens around it; those in a text are
+        special, too.
+
+        A text is cut off so that it has at most `cut_to` tokens with these; None = it is not.
+        """
+        if sum(map(len, texts)) <= OFFLOAD_CHARS:
+            return self._encode_whole(texts, cut_to)
+        return await asyncio.to_thread(self._encode_whole, texts, cut_to)
+
     async def encode_chat(self, chat: Chat, *, at_most: int) -> list[int]:
         """Render and encode a conversation, with the tools that it may use.
 
@@ -242,6 +254,14 @@ class TextModel:
         """A matcher of these stop strings in a text with these special tokens; None for none."""
         hidden = {text: one for text, one in self._special.items() if one not in shown}
         return StopMatcher(stops, hidden) if stops else None
+
+    def _encode_whole(self, texts: Sequence[str], cut_to: int | None) -> list[list[int]]:
+        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        room = None if cut_to is None else cut_to - self.tokenizer.num_special_tokens_to_add(False)
+        for encoding in encoded:
+            if room is not None and len(encoding.ids) > room:
+                encoding.truncate(max(0, room))
+        return [self.tokenizer.post_process(encoding).ids for encoding in encoded]
 
     def _template_of(self, chat: Chat) -> GuardedTemplate:
         name = (

@@ -71,6 +71,8 @@ class DescribeResponse(_message.Message):
     PREFILL_GRID_FIELD_NUMBER: _builtins.int
     WORKING_SET_BYTES_FIELD_NUMBER: _builtins.int
     LONGEST_TOKENS_FIELD_NUMBER: _builtins.int
+    VECTOR_SIZE_FIELD_NUMBER: _builtins.int
+    NESTED_SIZES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_path: _builtins.str
     """The local folder that the weights and the tokenizer were read from."""
@@ -125,6 +127,10 @@ class DescribeResponse(_message.Message):
     """The longest sequence for which the KV bound may ever be raised far enough; at most
     context_tokens.
     """
+    vector_size: _builtins.int
+    """Of an encoder: the length of its vectors, and shorter ones that it was trained for; 0 among
+    these = any.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -133,6 +139,8 @@ class DescribeResponse(_message.Message):
         bits of KV do not depend on the pieces.
         """
 
+    @_builtins.property
+    def nested_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -167,10 +175,12 @@ class DescribeResponse(_message.Message):
         prefill_grid: _abc.Iterable[Global___GridPiece] | None = ...,
         working_set_bytes: _builtins.int = ...,
         longest_tokens: _builtins.int = ...,
+        vector_size: _builtins.int = ...,
+        nested_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "longest_tokens", b"longest_tokens", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state", "working_set_bytes", b"working_set_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "longest_tokens", b"longest_tokens", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "nested_sizes", b"nested_sizes", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vector_size", b"vector_size", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state", "working_set_bytes", b"working_set_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -954,6 +964,52 @@ class DraftResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftResponse: _TypeAlias = DraftResponse  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_LE32_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    """The length of the vectors; 0 = the model's own."""
+    @_builtins.property
+    def token_ids_le32(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The whole of each text, special tokens included, little-endian uint32 each."""
+
+    def __init__(
+        self,
+        *,
+        token_ids_le32: _abc.Iterable[_builtins.bytes] | None = ...,
+        size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size", b"size", "token_ids_le32", b"token_ids_le32"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VECTORS_LE_F32_FIELD_NUMBER: _builtins.int
+    vectors_le_f32: _builtins.bytes
+    """One vector for each text, in order, little-endian binary32."""
+    def __init__(
+        self,
+        *,
+        vectors_le_f32: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["vectors_le_f32", b"vectors_le_f32"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):

@@ -54,6 +54,11 @@ class EngineServiceStub:
                 request_serializer=kakeya_dot_v1_dot_engine__pb2.DraftRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_engine__pb2.DraftResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/kakeya.v1.EngineService/Embed',
+                request_serializer=kakeya_dot_v1_dot_engine__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_engine__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kakeya.v1.EngineService/Release',
                 request_serializer=kakeya_dot_v1_dot_engine__pb2.ReleaseRequest.SerializeToString,
@@ -115,6 +120,14 @@ class EngineServiceServicer:
 
     def Draft(self, request, context):
         """A draft of this model, greedy or with the verifier's own noise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """The vectors of texts, of an engine whose model is an encoder; it has no Decode and no Draft.
+        Texts of several calls are computed together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +198,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Draft,
                     request_deserializer=kakeya_dot_v1_dot_engine__pb2.DraftRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_engine__pb2.DraftResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=kakeya_dot_v1_dot_engine__pb2.EmbedRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_engine__pb2.EmbedResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -325,6 +343,33 @@ class EngineService:
             '/kakeya.v1.EngineService/Draft',
             kakeya_dot_v1_dot_engine__pb2.DraftRequest.SerializeToString,
             kakeya_dot_v1_dot_engine__pb2.DraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.EngineService/Embed',
+            kakeya_dot_v1_dot_engine__pb2.EmbedRequest.SerializeToString,
+            kakeya_dot_v1_dot_engine__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class EngineServiceStub:
     """Pages for the KV of a generation that was set aside."""
     Draft: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DraftRequest, _engine_pb2.DraftResponse]
     """A draft of this model, greedy or with the verifier's own noise."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_engine_pb2.EmbedRequest, _engine_pb2.EmbedResponse]
+    """The vectors of texts, of an engine whose model is an encoder; it has no Decode and no Draft.
+    Texts of several calls are computed together.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReleaseRequest, _engine_pb2.ReleaseResponse]
     """Forgets the KV of one key. Unknown keys are fine."""
     Stats: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StatsRequest, _engine_pb2.StatsResponse]
@@ -77,6 +81,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Pages for the KV of a generation that was set aside."""
     Draft: _aio.UnaryUnaryMultiCallable[_engine_pb2.DraftRequest, _engine_pb2.DraftResponse]  # type: ignore[assignment]
     """A draft of this model, greedy or with the verifier's own noise."""
+    Embed: _aio.UnaryUnaryMultiCallable[_engine_pb2.EmbedRequest, _engine_pb2.EmbedResponse]  # type: ignore[assignment]
+    """The vectors of texts, of an engine whose model is an encoder; it has no Decode and no Draft.
+    Texts of several calls are computed together.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReleaseRequest, _engine_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Forgets the KV of one key. Unknown keys are fine."""
     Stats: _aio.UnaryUnaryMultiCallable[_engine_pb2.StatsRequest, _engine_pb2.StatsResponse]  # type: ignore[assignment]
@@ -129,6 +137,16 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.DraftResponse, _abc.Awaitable[_engine_pb2.DraftResponse]]:
         """A draft of this model, greedy or with the verifier's own noise."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _engine_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.EmbedResponse, _abc.Awaitable[_engine_pb2.EmbedResponse]]:
+        """The vectors of texts, of an engine whose model is an encoder; it has no Decode and no Draft.
+        Texts of several calls are computed together.
+        """
 
     @_abc_1.abstractmethod
     def Release(

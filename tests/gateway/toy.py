@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -189,9 +190,66 @@ def _usage(prompt_tokens: int, said: int) -> Usage:
     )
 
 
+@dataclass
+class ToyEmbedder:
+    """The vector of a text is its first id, its last id, and its length, cut off at `size`."""
+
+    folder: Path
+    model_id: str = "encoder"
+    state: ModelState = ModelState.READY
+    last_error: str = ""
+    nested_sizes: tuple[int, ...] = ()
+    context_tokens: int = 16
+    lasts: float = 0.0
+
+    def __post_init__(self) -> None:
+        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        self.facts = ModelFacts(
+            model_id=self.model_id,
+            model_path=str(self.folder),
+            vocab_size=tokenizer.get_vocab_size(),
+            context_tokens=self.context_tokens,
+            eos_token_ids=(),
+            vector_size=3,
+            nested_sizes=self.nested_sizes,
+        )
+        self.asked: list[list[list[int]]] = []
+        self.cancelled = asyncio.Event()
+        self.started = asyncio.Event()
+
+    def waits_for(self) -> str:
+        return ""
+
+    async def ready(self, timeout_s: float) -> ModelFacts:
+        return self.facts
+
+    async def embed(
+        self, texts: Sequence[Sequence[int]], *, size: int = 0, client: str = "", user: str = ""
+    ) -> bytes:
+        self.asked.append([list(text) for text in texts])
+        self.started.set()
+        try:
+            await asyncio.sleep(self.lasts)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        vectors = [[text[0], text[-1], len(text)][: size or 3] for text in texts]
+        return b"".join(struct.pack(f"<{len(vector)}f", *vector) for vector in vectors)
+
+
 class Directory:
-    def __init__(self, *models: ToyModel) -> None:
+    def __init__(self, *models: ToyModel, embedders: Sequence[ToyEmbedder] = ()) -> None:
         self.models = models
+        self._embedders = tuple(embedders)
+
+    def embedder(self, model_id: str) -> ToyEmbedder:
+        for model in self._embedders:
+            if model_id == model.model_id:
+                return model
+        raise NotFound(f"no embedder {model_id}")
+
+    def embedders(self) -> tuple[ToyEmbedder, ...]:
+        return self._embedders
 
     def get(self, model_id: str, client: str = "") -> ToyModel:
         for model in self.models:
@@ -259,9 +317,10 @@ async def serving(
     proposers: Callable[[], Sequence[DraftModelState]] = tuple,
     unready: Callable[[], str] = str,
     precache: Precache = NoPrecache(),  # noqa: B008
+    embedders: Sequence[ToyEmbedder] = (),
 ) -> AsyncIterator[Served]:
     app = build_app(
-        Directory(*models),
+        Directory(*models, embedders=embedders),
         Router(),
         status=status,
         clock=SystemClock(),

@@ -27,6 +27,14 @@ def test_a_folder_is_served_under_its_base_name(tmp_path: Path) -> None:
     assert resolve(spec) == str(folder)
 
 
+def test_a_folder_may_be_an_embedder_and_ngram_may_not(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "config.json", "model.safetensors")
+    spec = parse_model(f"vectors={folder}:embedder")
+    assert (spec.model_id, spec.role) == ("vectors", ModelRole.EMBEDDER)
+    with pytest.raises(Illegal, match="ngram only drafts"):
+        parse_model("ngram:embedder")
+
+
 HASH = "3f2c0b9d7e5a41c68b0d9f4e2a7c6b5d4e3f2a1b"
 
 

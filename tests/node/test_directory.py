@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from kakeya.adapters.files.store import AdapterRecord
-from kakeya.core.errors import NotFound
+from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.generation.frames import Done, Frame, SourceUsage, StopReason, Usage
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest
@@ -33,8 +33,8 @@ class NoAdapters:
         return ()
 
 
-def directory(*models: FakeModel) -> VerifierDirectory:
-    return VerifierDirectory(models, NoAdapters())
+def directory(*models: FakeModel, embedders: tuple[FakeModel, ...] = ()) -> VerifierDirectory:
+    return VerifierDirectory(models, NoAdapters(), embedders)
 
 
 def model(model_id: str) -> FakeModel:
@@ -57,6 +57,20 @@ def test_the_first_model_is_the_default_and_unknown_ones_hear_what_there_is() ->
     with pytest.raises(NotFound, match="'c:b' is not served here; this node serves a, b"):
         models.get("c:b")
     assert models.adapted() == ()
+
+
+def test_a_model_of_the_other_kind_says_what_it_can_do_and_which_models_can() -> None:
+    models = directory(model("a"), embedders=(model("v"), model("w")))
+    assert models.embedder("w").model_id == "w"
+    assert [model.model_id for model in models.embedders()] == ["v", "w"]
+    with pytest.raises(InvalidArgument, match=r"v makes embeddings .* writes text with a"):
+        models.get("v")
+    with pytest.raises(InvalidArgument, match=r"a writes text .* embeddings are made by v, w"):
+        models.embedder("a")
+    with pytest.raises(NotFound, match="'x' is not served here; embeddings are made by v, w"):
+        models.embedder("x")
+    with pytest.raises(NotFound, match="embeddings are made by no model"):
+        directory().embedder("x")
 
 
 def test_only_peers_that_failed_are_suspected() -> None:

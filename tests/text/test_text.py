@@ -19,6 +19,7 @@ from kakeya.text import text as text_module
 from kakeya.text.bound import PromptBound, TooManyTokens
 from kakeya.text.text import OFFLOAD_CHARS, TextModel, Texts
 from tests.gateway.toy import CountingTokenizer, make_folder, make_tokenizer
+from tests.mlx.encoder_reference import write_tokenizer
 from tests.text.texts import NOW, chat_of, text_model
 
 MANY = 1 << 20
@@ -254,3 +255,18 @@ async def test_what_is_learned_ahead_is_bounded(monkeypatch: pytest.MonkeyPatch)
     words = [model.tokenizer.encode(word).ids for word in ("first word", "second word", "third")]
     model.learn([words[0] * 2, words[1], words[2]])
     assert counting.texts == ["first wordfirst word"]
+
+
+WORDPIECE = ["The capital of a", "the capital of france", "", "bread"]
+
+
+@pytest.mark.parametrize(("cut_to", "lengths"), [(None, [6, 6, 2, 3]), (4, [4, 4, 2, 3])])
+async def test_an_encoders_text_keeps_both_its_special_tokens_when_it_is_cut_off(
+    tmp_path: Path, cut_to: int | None, lengths: list[int]
+) -> None:
+    write_tokenizer(tmp_path)
+    text = await asyncio.to_thread(TextModel, tmp_path, lambda: NOW)
+    for times in (1, 2000):  # here, and in a thread
+        found = await text.encode_whole(WORDPIECE * times, cut_to=cut_to)
+        assert [len(ids) for ids in found] == lengths * times
+        assert all((ids[0], ids[-1]) == (2, 3) for ids in found)

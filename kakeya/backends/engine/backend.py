@@ -22,6 +22,7 @@ from kakeya.core.errors import (
     InvariantBroken,
     KakeyaError,
     MemoryRefused,
+    PeerUnavailable,
 )
 from kakeya.core.log import event
 from kakeya.decoding.draft.proposer import Draft
@@ -121,6 +122,25 @@ class EngineBackend(EngineLife):
             temperature=temperature,
             timeout_s=self.options.draft_timeout_s,
         )
+
+    async def embed(
+        self, texts: Sequence[Sequence[int]], *, size: int = 0, client: str = "", user: str = ""
+    ) -> bytes:
+        """See `EmbeddingModel`; after the death of an engine the next one begins anew.
+
+        Raises QueueFull if too many wait, PeerUnavailable if no engine can take or finish it.
+        """
+        async with self.gate.turn(client, user):
+            lost: Engine | None = None
+            for left in reversed(range(self.options.max_losses_in_a_row)):
+                engine = await self.serving(self.options.resume_timeout_s, other_than=lost)
+                try:
+                    return await engine.client.embed(texts, size, self.options.decode_timeout_s)
+                except PeerUnavailable as error:
+                    if not left:
+                        raise
+                    lost = engine if await self.is_lost(engine, error) else None
+        raise self.unavailable()
 
     async def release(self, kv_key: str) -> None:
         """Forget the KV of a key; an unknown key or a dead engine is ignored."""

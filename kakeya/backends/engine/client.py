@@ -201,6 +201,13 @@ class EngineClient:
             draft_us=reply.draft_us,
         )
 
+    async def embed(self, texts: Sequence[Sequence[int]], size: int, timeout_s: float) -> bytes:
+        """Return the vectors of texts, one behind the other; `size` 0 = whole ones."""
+        request = pb.EmbedRequest(token_ids_le32=map(pack_ids, texts), size=size)
+        with self._told():
+            reply = await self._stub.Embed(request, timeout=timeout_s)
+        return reply.vectors_le_f32
+
     async def release(self, kv_key: str, timeout_s: float) -> None:
         """Forget the KV of one key."""
         with self._told():

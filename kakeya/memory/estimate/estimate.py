@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from kakeya.core import errors
 from kakeya.core.safetensors import ArrayEntry
-from kakeya.core.units import MIB
+from kakeya.core.units import ENCODER_CPU_TOKENS, ENCODER_SCORE_BYTES, ENCODER_TOKENS, MIB
 from kakeya.core.weight_files import weight_files
 from kakeya.memory.estimate.headers import Headers, read_headers
 from kakeya.memory.estimate.history import SizeHistory
@@ -98,17 +98,19 @@ def estimate_model(
     widens: bool,
     history: SizeHistory | None = None,
     kind: str = "text",
+    encodes: bool = False,
 ) -> Estimate:
     """Estimate the model in a folder, with `kv_tokens` tokens of one sequence.
 
     `widens` = 16-bit weights become 32-bit ones, as on the CPU backend. `kind` is the use of the
-    model, in the history. Raises ConfigError when the folder holds no weights.
+    model, in the history. An encoder (`encodes`) has no keys and values. Raises ConfigError when
+    the folder holds no weights.
     """
     if not weight_files(folder):
         return _from_other_files(folder)
     headers = read_headers(folder)
     config = text_config(headers.config)
-    layers = kv_layers(config, headers.tensors)
+    layers = () if encodes else kv_layers(config, headers.tensors)
     number_bytes = 4 if widens else _number_bytes(headers.tensors)
     if headers.problems:
         weights, source = int(headers.file_bytes * FILES_FACTOR), _FILES
@@ -116,7 +118,7 @@ def estimate_model(
             weights = max(weights, _loaded_bytes(headers, config, widens))
     else:
         weights, source = _loaded_bytes(headers, config, widens), _HEADERS
-    work = _work_bytes(config, widens)
+    work = _encoder_work_bytes(config, widens) if encodes else _work_bytes(config, widens)
     known = history.peak_bytes(headers.digest, kind) if history else None
     return Estimate(
         base_bytes=(weights + PROCESS_BYTES if known is None else known) + work,
@@ -138,6 +140,7 @@ def estimate_source(
     widens: bool,
     history: SizeHistory | None = None,
     kind: str = "text",
+    encodes: bool = False,
 ) -> Estimate:
     """Estimate a folder or a Hugging Face id: by its newest cached snapshot below `hub`, by its
     name where nothing is cached."""
@@ -147,7 +150,9 @@ def estimate_source(
         if cached is None:
             return estimate_name(source, widens=widens)
         folder = cached
-    return estimate_model(folder, kv_tokens=kv_tokens, widens=widens, history=history, kind=kind)
+    return estimate_model(
+        folder, kv_tokens=kv_tokens, widens=widens, history=history, kind=kind, encodes=encodes
+    )
 
 
 def cached_snapshot(hub_id: str, hub: Path | None) -> Path | None:
@@ -227,6 +232,16 @@ def _work_bytes(config: Mapping[str, Any], widens: bool) -> int:
     rows = _CHUNK_ROWS * (8 * hidden + 3 * inner)
     scores = 2 * heads * _CHUNK_ROWS * _SCORED_TOKENS if widens else 0
     return _FIXED_WORK_BYTES + 4 * (rows + scores + _BLOCK_ROWS * vocabulary)
+
+
+def _encoder_work_bytes(config: Mapping[str, Any], widens: bool) -> int:
+    """Room for one forward of an encoder: a whole batch, or one text of all positions."""
+    hidden, inner, positions = (
+        value if isinstance(value := config.get(name), int) else 0
+        for name in ("hidden_size", "intermediate_size", "max_position_embeddings")
+    )
+    rows = max(ENCODER_CPU_TOKENS if widens else ENCODER_TOKENS, positions)
+    return _FIXED_WORK_BYTES + 4 * rows * (8 * hidden + 5 * inner) + 3 * ENCODER_SCORE_BYTES
 
 
 def _of_unknown_layers(weights: int, source: Source, problem: str = "") -> Estimate:

@@ -522,7 +522,7 @@ async def test_routes_and_methods_that_do_not_exist_are_json(folder):
     async with serving(ToyModel(folder)) as served:
         for method, path, status in (
             ("GET", "/no", 404),
-            ("POST", "/v1/embeddings", 404),
+            ("POST", "/v1/images", 404),
             ("GET", "/v1/models/", 404),
             ("GET", "/v1/chat/completions", 405),
             ("DELETE", "/v1/models", 405),

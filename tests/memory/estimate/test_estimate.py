@@ -34,6 +34,7 @@ from kakeya.memory.estimate.history import KEPT, MAX_MODELS, WORKING_SET, SizeHi
 from kakeya.memory.estimate.size_file import decode_sizes, encode_sizes
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import MlxVerifier
+from tests.mlx.encoder_reference import write_encoder
 from tests.mlx.random_models import write_model
 
 MARGIN = 0.02
@@ -476,3 +477,28 @@ def test_the_limit_that_metal_told_last_counts_and_is_kept() -> None:
         history.note(*WORKING_SET, told)
     kept = SizeHistory(decode_sizes(encode_sizes(history.snapshot())))
     assert kept.newest_bytes(*WORKING_SET) == 10 * MIB
+
+
+ENCODER = """
+import re, sys
+from kakeya.mlx.numerics.blas import preload_blas
+preload_blas(1)
+from kakeya.mlx.embedder import MlxEncoder
+import grpc.aio, kakeya.engine.embedding.service
+encoder = MlxEncoder(sys.argv[1], "m")
+encoder.encode([[5] * 2048], [0])
+encoder.encode([[5] * 64] * 8, [0] * 8)
+encoder.tidy()
+print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; the figures are of Linux")
+def test_the_peak_of_an_encoder_fits_its_estimate(tmp_path: Path) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    folder = write_encoder(tmp_path / "m", changes=shape)
+    estimate = estimate_model(folder, kv_tokens=2048, widens=True, kind="embedding", encodes=True)
+    assert estimate.kv_bytes == estimate.kv_bytes_per_token == 0
+    command = [sys.executable, "-c", ENCODER, str(folder)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert 0.4 * estimate.bytes < int(said) <= estimate.bytes

@@ -1,0 +1,170 @@
+"""POST /v1/embeddings: OpenAI's request and answer.
+
+    honoured     model; input: a text, a list of texts, token ids, or a list of lists of token ids;
+                 encoding_format "float" or "base64"; dimensions where the model allows them; user,
+                 safety_identifier
+    extensions   truncate: true cuts off what is too long, which is refused otherwise
+    refused      everything else: 400, code unsupported_parameter
+
+Token ids are the model's own, special ones included; no token is added to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from starlette.types import Receive, Scope, Send
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.gateway.embeddings import Embedded, EmbeddingInput, Embeddings
+from kakeya.gateway.generation import client_of
+from kakeya.gateway.http.body import flag, integer, parse_body, refuse, shown, text
+from kakeya.gateway.http.connection import Connection, read_body
+from kakeya.gateway.http.edge import send_json
+from kakeya.gateway.openai.requests import parse_model
+from kakeya.gateway.openai.share_params import read_user, share_of
+from kakeya.gateway.openai.stream import compact
+
+MAX_INPUTS = 2048
+_FIELDS = frozenset(
+    {"model", "input", "encoding_format", "dimensions", "user", "safety_identifier", "truncate"}
+)
+_OFFLOAD_NUMBERS = 16_384
+"""More numbers are written in a thread: about 10 ms of work."""
+_WANTED = (
+    "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequest:
+    """A body of POST /v1/embeddings. `is_list` tells how errors name an input."""
+
+    model: str
+    inputs: tuple[EmbeddingInput, ...]
+    is_list: bool
+    form: Literal["float", "base64"] = "float"
+    size: int | None = None
+    truncates: bool = False
+    user: str = ""
+
+    def name(self, index: int) -> str:
+        """The name of an input."""
+        return f"input[{index}]" if self.is_list else "input"
+
+
+def parse_embedding(body: Mapping[str, object]) -> EmbeddingRequest:
+    """Read a request. Raises InvalidArgument or Unsupported naming the parameter."""
+    for name, value in body.items():
+        if name not in _FIELDS and value is not None:
+            raise Unsupported(f"{shown(name)} is not supported; leave it out", param=name)
+    given = body.get("input")
+    is_list = isinstance(given, list) and bool(given) and type(given[0]) is not int
+    inputs = cast("list[object]", given) if is_list else [given]
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidArgument(
+            f"input holds {len(inputs)} inputs; give at most {MAX_INPUTS} in a request",
+            param="input",
+        )
+    form = body.get("encoding_format")
+    if form is None:
+        form = "float"
+    if form not in ("float", "base64"):
+        refuse("encoding_format", form, '"float" or "base64"')
+    return EmbeddingRequest(
+        model=parse_model(body.get("model")),
+        inputs=tuple(
+            _input(one, f"input[{index}]" if is_list else "input")
+            for index, one in enumerate(inputs)
+        ),
+        is_list=is_list,
+        form=form,
+        size=integer(body, "dimensions", 1, 2**31 - 1, default=None),
+        truncates=flag(body, "truncate"),
+        user=read_user(body),
+    )
+
+
+def _input(value: object, name: str) -> EmbeddingInput:
+    if isinstance(value, str) and value:
+        return text(value, name)
+    if not isinstance(value, list) or not value:
+        refuse(name, value, _WANTED)
+    for index, entry in enumerate(value):
+        if type(entry) is not int or not 0 <= entry < 2**32:
+            refuse(f"{name}[{index}]", entry, "a token id")
+    return tuple(value)
+
+
+class EmbeddingRoute:
+    """The ASGI application behind the path."""
+
+    def __init__(self, embeddings: Embeddings, clock: Clock) -> None:
+        self._embeddings = embeddings
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        embeddings = self._embeddings
+        body = await read_body(scope, receive, embeddings.limits)
+        asked = await parse_body(body, parse_embedding)
+        model = embeddings.find(asked.model)
+        share = share_of(client_of(scope), scope)
+        with embeddings.admitted(share, asked.user):
+            async with Connection(
+                receive,
+                send,
+                is_stream=False,
+                clock=self._clock,
+                limits=embeddings.limits,
+                waits_for=model.waits_for,
+            ) as client:
+                made = await embeddings.embed(
+                    model,
+                    asked.inputs,
+                    size=asked.size,
+                    truncates=asked.truncates,
+                    names=asked.name,
+                    share=share,
+                    user=asked.user,
+                )
+                if sum(map(len, made.vectors)) > 4 * _OFFLOAD_NUMBERS:
+                    answer = await asyncio.to_thread(_answer, asked, made)
+                else:
+                    answer = _answer(asked, made)
+                client.finish()
+        await send_json(send, 200, answer)
+
+
+def _answer(asked: EmbeddingRequest, made: Embedded) -> bytes:
+    write = _numbers if asked.form == "float" else _base64
+    return compact(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": write(vector)}
+                for index, vector in enumerate(made.vectors)
+            ],
+            "model": asked.model,
+            "usage": {"prompt_tokens": made.tokens, "total_tokens": made.tokens},
+        }
+    )
+
+
+def _numbers(vector: bytes) -> list[float]:
+    """The shortest decimals that give the same float32: nine digits."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return [float(f"{number:.9g}") for number in numbers]
+
+
+def _base64(vector: bytes) -> str:
+    return base64.b64encode(vector).decode("ascii")
