@@ -13,7 +13,7 @@ from typing import TypeAlias
 from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.connection import HttpLimits
-from kakeya.gateway.openai.requests import ModelNotFound
+from kakeya.gateway.request import ModelNotFound
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.model import EmbeddingModel, ModelDirectory

@@ -28,9 +28,9 @@ from kakeya.gateway.generation import client_of
 from kakeya.gateway.http.body import flag, integer, parse_body, refuse, shown, text
 from kakeya.gateway.http.connection import Connection, read_body
 from kakeya.gateway.http.edge import send_json
+from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.requests import parse_model
 from kakeya.gateway.openai.share_params import read_user, share_of
-from kakeya.gateway.openai.stream import compact
 
 MAX_INPUTS = 2048
 _FIELDS = frozenset(
@@ -121,7 +121,6 @@ class EmbeddingRoute:
             async with Connection(
                 receive,
                 send,
-                is_stream=False,
                 clock=self._clock,
                 limits=embeddings.limits,
                 waits_for=model.waits_for,
