@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod
+from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod, Unsupported
 from kakeya.decoding.draft import proposer
+from kakeya.decoding.processors.grammar import GrammarMatcher
 from kakeya.engine.adapters.loads import AdapterLoads
 from kakeya.engine.adapters.pages import AdapterPages
 from kakeya.engine.adapters.slots import EngineAdapters, LoadedAdapter
@@ -34,6 +35,7 @@ from kakeya.generation.engine_wire import (
     stats_to_wire,
 )
 from kakeya.generation.facts import EngineStats, Footprint
+from kakeya.generation.request import DecodeJob
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.status import abort
@@ -78,8 +80,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             job = job_from_wire(request)
             outbox = Outbox(asyncio.get_running_loop(), max(FRAME_S, job.frame_s))
+            grammar = await self._matcher(job)
             await self._loads.behind(job.after_load)
-            ticket = QueueTicket(job, outbox.put, outbox.fail)
+            ticket = QueueTicket(job, outbox.put, outbox.fail, grammar)
             self._scheduler.submit(ticket)
             try:
                 async for response in outbox:
@@ -89,6 +92,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 ticket.cancel()
         except KakeyaError as failure:
             await abort(context, failure)
+
+    async def _matcher(self, job: DecodeJob) -> GrammarMatcher | None:
+        """A matcher for the job's grammar, made beside the loop and the model thread."""
+        if not job.grammar or not job.max_tokens:
+            return None
+        if self._tools.grammars is None:
+            raise Unsupported(
+                f"the engine of {self._model.facts.model_id} follows no grammar", param="grammar"
+            )
+        return await asyncio.wrap_future(self._tools.grammars.begin(job.grammar))
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         """Draft with this model; an expired request is dropped before it is computed.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kakeya.decoding.draft.sampling import noise_key
-from kakeya.decoding.processors.edits import LogitEdit, TokenEdits
+from kakeya.decoding.processors.edits import WORD_BITS, LogitEdit, TokenEdits, Words
 from kakeya.generation.request import Sampling
 
 
@@ -23,6 +23,8 @@ def _edited(row: mx.array, edit: LogitEdit) -> mx.array:
     """Shape: [1, V]."""
     if edit.tokens is not None:
         row = _with_tokens(row, edit.tokens)
+    if edit.allowed is not None:
+        row = mx.where(_bits(edit.allowed, row.shape[-1]), row, -mx.inf)
     return row
 
 
@@ -32,6 +34,13 @@ def _with_tokens(row: mx.array, tokens: TokenEdits) -> mx.array:
     values = mx.take_along_axis(row, ids, axis=-1) + mx.array(tokens.biases)
     values = mx.where(values > 0, values / factors, values * factors)
     return mx.put_along_axis(row, ids, values - mx.array(tokens.penalties), axis=-1)
+
+
+def _bits(words: Words, size: int) -> mx.array:
+    """The bits of words, the lowest first. Shape: [size] bool."""
+    shifts = mx.arange(WORD_BITS, dtype=mx.uint32)
+    bits: mx.array = (mx.array(words)[:, None] >> shifts) & 1
+    return bits.reshape(-1)[:size].astype(mx.bool_)
 
 
 def select(logits: mx.array, sampling: Sampling, first_position: int) -> mx.array:

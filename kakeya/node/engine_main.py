@@ -70,6 +70,7 @@ class _Engine:
 
     def __init__(self, model: Model, options: Namespace) -> None:
         from kakeya.decoding.control.controller import DraftController
+        from kakeya.decoding.processors.grammar import Grammars
         from kakeya.engine.adapters.slots import EngineAdapters
         from kakeya.engine.kv.slots import KvSlots
         from kakeya.engine.queue.room import usual_kv_bytes
@@ -98,6 +99,12 @@ class _Engine:
             violations=Violations(),
             max_draft_rows=options.draft_rows,
             adapters=adapters,
+            grammars=Grammars(
+                Path(model.facts.model_path) / "tokenizer.json",
+                vocab_size=model.facts.vocab_size,
+                end_ids=model.facts.eos_token_ids,
+                model_id=model.facts.model_id,
+            ),
         )
         self.thread = self.scheduler = Scheduler(model, self.tools, max_running=options.max_running)
 

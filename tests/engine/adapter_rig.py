@@ -15,7 +15,7 @@ from kakeya.generation.frames import Done, EngineFrame, Tokens
 from kakeya.generation.request import DecodeJob
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
-from tests.engine.rig import tools
+from tests.engine.rig import matcher_of, tools
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ROOT / "kakeya" / "models" / "kakeya-tiny"
@@ -79,7 +79,8 @@ class Ending:
             answer.fail(error)
             self.end()
 
-        ticket = QueueTicket(job, put, fail)
+        grammar = matcher_of(self.scheduler._tools, job)
+        ticket = QueueTicket(job, put, fail, grammar)
         self.scheduler.submit(ticket)
         return ticket
 

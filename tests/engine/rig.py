@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kakeya.decoding.control.controller import DraftController
+from kakeya.decoding.processors.grammar import GrammarMatcher
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.steps.drafting import RemoteBooks
 from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations
@@ -36,7 +37,7 @@ class Rig:
     tools: SequenceTools
 
     def run(self, job: DecodeJob) -> tuple[list[int], Done]:
-        return collect(SequenceRun(self.model, self.tools, job))
+        return collect(SequenceRun(self.model, self.tools, job, matcher_of(self.tools, job)))
 
 
 def collect(run: SequenceRun) -> tuple[list[int], Done]:
@@ -46,6 +47,14 @@ def collect(run: SequenceRun) -> tuple[list[int], Done]:
     assert isinstance(done, Done)
     assert sum(isinstance(f, Done) for f in frames) == 1
     return tokens, done
+
+
+def matcher_of(tools: SequenceTools, job: DecodeJob) -> GrammarMatcher | None:
+    """A new matcher for the job's grammar."""
+    if not job.grammar:
+        return None
+    assert tools.grammars is not None
+    return tools.grammars.matcher(job.grammar)
 
 
 def tools(*, eager: bool = True, kv_bytes: int = 1 << 30, rows: int = 8) -> SequenceTools:

@@ -28,7 +28,10 @@ def token_edits(draw: st.DrawFn) -> TokenEdits:
     )
 
 
-EDITS = st.builds(LogitEdit, tokens=st.none() | token_edits())
+MASKS = st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3).map(
+    lambda words: np.array(words, np.uint32)
+)
+EDITS = st.builds(LogitEdit, tokens=st.none() | token_edits(), allowed=st.none() | MASKS)
 
 
 @given(

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from kakeya.decoding.control.acceptance_rate import AcceptanceTable
 from kakeya.decoding.control.row_cost import RowCosts
@@ -143,7 +144,9 @@ class DraftController:
         """
         if not draft.tokens:
             return 0
-        chain = self._source(draft.source).acceptance.chain(draft, self._max_rows)
+        chain: Iterable[float] = self._source(draft.source).acceptance.chain(draft, self._max_rows)
+        if draft.is_certain:
+            chain = repeat(1.0, min(len(draft.tokens), self._max_rows))
         return self._best(chain, wait_s)[0]
 
     def wait_budget_s(self, source: str) -> float:

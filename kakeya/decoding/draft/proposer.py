@@ -23,7 +23,8 @@ class Draft:
 
     `confidence`, if given, has one value in 0..1 per token: the proposer's own probability that
     the token is accepted, given that those before it were. `match_length` is how many tokens of
-    the prefix supported it (n-gram sources), and buckets the acceptance statistics.
+    the prefix supported it (n-gram sources), and buckets the acceptance statistics. Of a draft that
+    `is_certain` no other token can come.
     """
 
     source: str
@@ -34,6 +35,7 @@ class Draft:
     diffusion_steps: int = 0
     peak_activation_bytes: int = 0
     draft_us: int = 0
+    is_certain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,7 @@ class GrammarMatcher:
         for token in tokens:
             if token in self.end_ids:
                 self.is_over = True
-            if not self.is_over and self._matcher.try_consume_tokens([token]) != 1:
-                self._check()
+            if not self.is_over and not self._takes(token):
                 raise InvalidArgument(f"the grammar has no token {token} at this place")
 
     def masks(self, ahead: Sequence[int] = ()) -> list[Words | None]:
@@ -66,7 +65,7 @@ class GrammarMatcher:
         made: list[Words | None] = [None if self.is_over else self._mask()]
         taken = 0
         for token in () if self.is_over else ahead:
-            if token in self.end_ids or self._matcher.try_consume_tokens([token]) != 1:
+            if token in self.end_ids or not self._takes(token):
                 break
             taken += 1
             made.append(self._mask())
@@ -76,8 +75,12 @@ class GrammarMatcher:
 
     def allowed(self, tokens: Sequence[int]) -> int:
         """How many leading tokens may follow; none behind the end of the answer."""
+        if self.is_over or not tokens:
+            return 0
+        if tokens[0] in self.end_ids:
+            return int(self._matcher.is_accepting())
         end = next((at for at, token in enumerate(tokens) if token in self.end_ids), len(tokens))
-        return 0 if self.is_over else self._matcher.validate_tokens(list(tokens[: end + 1]))
+        return self._matcher.validate_tokens(list(tokens[: end + 1]))
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that must come next, as far as there is no choice: each is then the only one
@@ -85,6 +88,11 @@ class GrammarMatcher:
         if self._forced is None:
             self._forced = () if self.is_over else tuple(self._matcher.compute_ff_tokens())
         return self._forced
+
+    def _takes(self, token: int) -> bool:
+        taken = self._matcher.try_consume_tokens([token])
+        self._check()
+        return taken == 1
 
     def _mask(self) -> Words:
         mask = self._matcher.compute_bitmask()
@@ -137,8 +145,8 @@ class Grammars:
         if made.is_error():
             raise _refusal(made)
         matcher = GrammarMatcher(made, frozenset(self._end_ids))
-        # The first mask takes longest, and tells whether the grammar begins within its bounds.
-        matcher.masks()
+        # The first masks take longest, and tell whether the grammar begins within its bounds.
+        matcher.masks(matcher.forced())
         return matcher
 
     def _built(self) -> LLTokenizer:

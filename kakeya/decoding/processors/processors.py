@@ -35,8 +35,9 @@ class LogitProcessors:
 
     def edits(self, ahead: Sequence[int] = ()) -> list[LogitEdit]:
         """The edit of the next position, and of that behind each token of `ahead`."""
-        tokens: Sequence[TokenEdits | None] = [None] * (1 + len(ahead))
-        masks: Sequence[Words | None] = tokens  # type: ignore[assignment]
+        none = [None] * (1 + len(ahead))
+        tokens: Sequence[TokenEdits | None] = none
+        masks: Sequence[Words | None] = none
         if self._penalties is not None:
             tokens = self._penalties.edits(ahead)
         if self._grammar is not None:

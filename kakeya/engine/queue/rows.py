@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kakeya.core.errors import KakeyaError
+from kakeya.decoding.processors.grammar import GrammarMatcher
 from kakeya.engine.model import PromptForward
 from kakeya.engine.queue.policy import GenerationClaim
 from kakeya.engine.steps.prompt import PromptPiece
@@ -18,11 +19,13 @@ from kakeya.generation.request import DecodeJob
 
 @dataclass(slots=True, eq=False)
 class QueueTicket:
-    """One submitted generation. `cancel` may be called from any thread."""
+    """One submitted generation; `grammar` is a new matcher for that of its job. `cancel` may be
+    called from any thread."""
 
     job: DecodeJob
     on_frame: Callable[[EngineFrame], None]
     on_error: Callable[[KakeyaError], None]
+    grammar: GrammarMatcher | None = None
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _on_cancel: Callable[[], None] = lambda: None
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kakeya.core.errors import ConfigError, InvalidArgument
@@ -22,6 +22,7 @@ from kakeya.decoding.control.shadow import ShadowScorer
 from kakeya.decoding.draft.acceptance import agreeing
 from kakeya.decoding.draft.proposer import Draft, SamplingNoise
 from kakeya.decoding.ngram.source import NGramSource
+from kakeya.decoding.processors.grammar import GRAMMAR, GrammarMatcher
 from kakeya.decoding.remote.draft_book import RemoteDraftBook
 from kakeya.decoding.remote.remote import RemoteProposer
 from kakeya.decoding.remote.sender import PendingDraft
@@ -116,6 +117,7 @@ class Drafting:
         vocab_size: int,
         sampling: Sampling,
         timer: Callable[[], float] = time.perf_counter,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         self._controller = controller
         self._vocab_size = vocab_size
@@ -124,7 +126,11 @@ class Drafting:
         self._own = NGramSource() if any(spec.kind == "ngram" for spec in specs) else None
         self._shared_books = books
         self._remote = {spec.name: spec for spec in specs if spec.kind == "remote"}
+        self._grammar = grammar
         self._tallies = {spec.name: SourceUsage(source=spec.name) for spec in specs}
+        self._forces = grammar is not None and bool(specs)
+        if self._forces:
+            self._tallies[GRAMMAR] = SourceUsage(source=GRAMMAR)
         self._waited_s = dict.fromkeys(self._tallies, 0.0)
         self._books = self._open(_noise(sampling))
         self._unasked = set(self._books)
@@ -177,7 +183,7 @@ class Drafting:
 
     def has_offer(self) -> bool:
         """Whether a draft may be had now; asked at each token, and nearly free where not."""
-        if self._books:
+        if self._books or self._forced():
             return True
         if self._own is None:
             return False
@@ -186,8 +192,15 @@ class Drafting:
         return self._own.has_offer
 
     def choose(self, history: list[int], room: int) -> tuple[Draft, int]:
-        """The draft that is worth most now and how many of its tokens to verify; 0 = none."""
+        """The draft that is worth most now and how many of its tokens to verify; 0 = none.
+
+        Tokens that the grammar forces come before any guess.
+        """
         best, best_rows = NOTHING, 0
+        if room > 0 and (forced := self._forced()):
+            draft = Draft(source=GRAMMAR, tokens=forced[:room], is_certain=True)
+            self._count(draft)
+            return draft, self._controller.rows(draft)
         if self._own is not None:
             # Also without room, which does not come back: it is silent from then on.
             best, best_rows = self._look_up(self._own, room)
@@ -243,9 +256,20 @@ class Drafting:
             name, spec = self._remote.popitem()
             self._shared_books.close(spec, self._books[name])
 
+    def _forced(self) -> tuple[int, ...]:
+        """Tokens that the grammar forces."""
+        return self._grammar.forced() if self._forces and self._grammar is not None else ()
+
+    def _following(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The leading tokens that the vocabulary has, and that the grammar has at their places."""
+        known = _within(tokens, self._vocab_size)
+        return known if self._grammar is None else known[: self._grammar.allowed(known)]
+
     def _look_up(self, own: NGramSource, room: int) -> tuple[Draft, int]:
         """The draft of the text itself, and how many of its tokens to verify."""
         draft = own.draft(room) or Draft(source=NGRAM)
+        if self._grammar is not None:
+            draft = replace(draft, tokens=self._following(draft.tokens))
         self._count(draft)
         rows = self._controller.rows(draft)
         if rows == 0:
@@ -276,7 +300,7 @@ class Drafting:
         self._waited_s[name] += waited
         draft = Draft(
             source=name,
-            tokens=_within(draft.tokens, self._vocab_size),
+            tokens=self._following(draft.tokens),
             confidence=draft.confidence,
             match_length=draft.match_length,
         )

@@ -238,7 +238,7 @@ class Scheduler:
             return
         try:
             if row.run is None:
-                row.run = SequenceRun(self._model, self._tools, job)
+                row.run = SequenceRun(self._model, self._tools, job, ticket.grammar)
                 row.steps = row.run.steps()
                 if job.offer.blocks:
                     # The agent, which pinned the blocks, waits for this count to unpin them.

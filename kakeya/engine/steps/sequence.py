@@ -31,6 +31,7 @@ from kakeya.core.errors import InvariantBroken, NotFound, Unsupported
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.draft.decoder import Commit, Decoding
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.processors.grammar import GrammarMatcher, Grammars
 from kakeya.decoding.processors.processors import processors_of
 from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
 from kakeya.engine.kv.slots import KvSlots
@@ -68,6 +69,7 @@ class SequenceTools:
     max_draft_rows: int
     timer: Callable[[], float] = time.perf_counter
     adapters: EngineAdapters | None = None
+    grammars: Grammars | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +98,14 @@ Step: TypeAlias = EngineFrame | PromptPiece | Launch
 class SequenceRun:
     """The life of one generation; made and used on the model thread only. `state` is its KV."""
 
-    def __init__(self, model: Model, tools: SequenceTools, job: DecodeJob) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tools: SequenceTools,
+        job: DecodeJob,
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
+        """`grammar` follows that of the job, and is at its beginning."""
         facts = model.facts
         job.check(facts.vocab_size, facts.context_tokens)
         _refuse_unhonoured(job)
@@ -105,21 +114,26 @@ class SequenceRun:
         self._decoding = Decoding(
             job.token_ids,
             max_tokens=max(1, job.max_tokens),
-            stop_token_ids=job.stop_token_ids,
+            stop_token_ids=job.stop_token_ids | (grammar.end_ids if grammar else frozenset()),
             context_tokens=facts.context_tokens,
         )
+        self._processors = processors_of(job, grammar)
         self._adapter = _enter(tools, job.adapter_id)
         self._lender = tools.adapters
         try:
             content = self._adapter.content if self._adapter else ""
             self._prompt = Prompt(model, tools.slots, job, self._decoding.history, content)
             self.state = self._prompt.state
-            self._processors = processors_of(job)
             self.state.select_with(job.sampling, self._processors)
             self.state.adapt(self._adapter.slot if self._adapter else 0)
             # Last: `finish` and `abandon`, which close its books, need the other fields.
             self._drafting = Drafting(
-                job.draft_sources, tools.controller, tools.books, facts.vocab_size, job.sampling
+                job.draft_sources,
+                tools.controller,
+                tools.books,
+                facts.vocab_size,
+                job.sampling,
+                grammar=grammar,
             )
         except BaseException:
             self._leave_adapter()
@@ -359,7 +373,7 @@ class SequenceRun:
 
 def _refuse_unhonoured(job: DecodeJob) -> None:
     """Raise Unsupported for a parameter that no step here goes by."""
-    asked = {"grammar": bool(job.grammar), "top_logprobs": job.top_logprobs is not None}
+    asked = {"top_logprobs": job.top_logprobs is not None}
     for name, is_asked in asked.items():
         if is_asked:
             raise Unsupported(f"this engine does not support {name}; leave it out", param=name)

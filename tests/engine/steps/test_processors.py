@@ -6,16 +6,22 @@ another engine goes on in the middle.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+from kakeya.decoding.processors.grammar import Grammars
+from kakeya.generation.frames import StopReason
 from kakeya.generation.request import DecodeJob, DraftSource, Sampling
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
+from tests.decoding.processors.schemas import SCHEMAS, Schema, grammar_of
 from tests.engine.rig import Rig, tools
 from tests.engine.test_batch import run_together
 from tests.laws import law
@@ -38,11 +44,30 @@ SAMPLINGS = st.builds(
 )
 PROMPTS = st.lists(st.sampled_from([1, 5, 90, 91, 300, 301, 302, 900]), min_size=1, max_size=40)
 JOBS = st.builds(DecodeJob, token_ids=PROMPTS, max_tokens=st.just(16), sampling=SAMPLINGS)
+FOLDER = EMBEDDED_FOLDER / "kakeya-tiny"
+TEXTS = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def rig() -> Rig:
-    return Rig(MlxModel(load(str(EMBEDDED_FOLDER / "kakeya-tiny"), "tiny"), 0.0, False), tools())
+    model = MlxModel(load(str(FOLDER), "tiny"), 0.0, False)
+    grammars = Grammars(
+        FOLDER / "tokenizer.json",
+        vocab_size=model.facts.vocab_size,
+        end_ids=model.facts.eos_token_ids,
+        model_id="tiny",
+    )
+    return Rig(model, replace(tools(), grammars=grammars))
+
+
+def continued(job: DecodeJob, head: list[int]) -> DecodeJob:
+    """What the next engine is asked for after these tokens."""
+    return replace(
+        job,
+        token_ids=[*job.token_ids, *head],
+        prompt_tokens=len(job.token_ids),
+        max_tokens=job.max_tokens - len(head),
+    )
 
 
 @given(job=JOBS, cut=st.integers(1, 15))
@@ -52,21 +77,40 @@ def test_tokens_are_the_same_with_drafts_and_after_a_restart(rig: Rig, job: Deco
     assert done.usage.drafted == 0
     assert rig.run(replace(job, draft_sources=NGRAM))[0] == tokens
     head, _ = rig.run(replace(job, max_tokens=cut))
-    rest = replace(
-        job,
-        token_ids=[*job.token_ids, *head],
-        prompt_tokens=len(job.token_ids),
-        max_tokens=job.max_tokens - cut,
-        draft_sources=NGRAM,
-    )
+    rest = replace(continued(job, head), draft_sources=NGRAM)
     assert head + rig.run(rest)[0] == tokens
 
 
-@given(todo=st.lists(st.tuples(JOBS, st.sampled_from([(), NGRAM])), min_size=2, max_size=5))
+@given(schema=SCHEMAS, job=JOBS, share=st.floats(0, 1))
+@law(600)
+def test_answers_follow_their_schema_however_they_were_computed(
+    rig: Rig, schema: Schema, job: DecodeJob, share: float
+):
+    job = replace(job, grammar=grammar_of(schema), max_tokens=120)
+    tokens, done = rig.run(job)
+    if done.reason is StopReason.STOP_TOKEN:
+        jsonschema.validate(json.loads(TEXTS.decode(tokens[:-1])), schema)
+    drafted, usage = rig.run(replace(job, draft_sources=NGRAM))
+    assert (drafted, usage.reason) == (tokens, done.reason)
+    forced = usage.usage.sources[-1]
+    assert forced.source == "grammar"
+    assert forced.accepted == forced.verified
+    cut = min(len(tokens) - 1, round(share * len(tokens)))
+    if cut:
+        rest, last = rig.run(replace(continued(job, tokens[:cut]), draft_sources=NGRAM))
+        assert (rest, last.reason) == (tokens[cut:], done.reason)
+
+
+@given(
+    todo=st.lists(st.tuples(JOBS, st.sampled_from([(), NGRAM])), min_size=2, max_size=5),
+    schemas=st.lists(SCHEMAS, max_size=2),
+)
 @law(60)
-def test_rows_with_and_without_processors_share_forwards(rig: Rig, todo) -> None:
+def test_rows_with_and_without_processors_share_forwards(rig: Rig, todo, schemas) -> None:
     jobs = [replace(job, draft_sources=sources) for job, sources in todo]
     jobs.append(DecodeJob(token_ids=[5, 300], max_tokens=30))
+    for at, schema in enumerate(schemas[: len(jobs)]):
+        jobs[at] = replace(jobs[at], grammar=grammar_of(schema))
     alone = [rig.run(job)[0] for job in jobs]
     answers = run_together(rig, rig.model, jobs)
     assert [answer.tokens for answer in answers] == alone
