@@ -1,4 +1,5 @@
-"""`kakeya key`: the API keys by which programs on other machines use a node over HTTP.
+"""`kakeya key` and `kakeya ca`: what a program on another machine needs to use a node over HTTP: an
+API key, and the certificate of the fleet's authority, by which it trusts the node.
 
 The commands change a file in the data folder; a running node sees the change by itself.
 """
@@ -13,14 +14,20 @@ import time
 from pathlib import Path
 from typing import TypeVar
 
+from kakeya.core.errors import ConfigError
 from kakeya.core.folders import default_folder
+from kakeya.core.host import host_label
+from kakeya.core.settings import is_loopback, split_address
 from kakeya.gateway.http.keys import KeyRole, add_key, read_keys, remove_key
+from kakeya.node.datadir import find_running
 
+_PORT = 8210
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command to those of `kakeya`."""
+    _action(commands, "ca", "print the certificate by which other machines trust this fleet, PEM")
     text = "API keys for HTTP callers on other machines"
     key = commands.add_parser("key", help=text, description=text, allow_abbrev=False)
     actions = key.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -42,21 +49,21 @@ def run(options: argparse.Namespace) -> int | None:
 
     Raises KakeyaError.
     """
-    if options.command != "key":
+    if options.command not in ("key", "ca"):
         return None
     usual = default_folder(os.environ, platform=sys.platform, home=Path.home())
     folder = Path(options.data_dir) if options.data_dir else usual
-    match options.action:
+    match "ca" if options.command == "ca" else options.action:
+        case "ca":
+            pem = _authority(folder)
+            _show({"pem": pem}, pem.rstrip(), as_json=options.json)
         case "add":
             key = add_key(folder, options.name, KeyRole(options.role), time.time())
             fields = {"name": options.name, "role": options.role, "key": key}
             _show(fields, key, as_json=options.json)
             if not options.json:  # beside stdout, which a script keeps
-                print(
-                    f"the key of {options.name}, shown this once; a program sends it as "
-                    "Authorization: Bearer KEY, like any OpenAI key",
-                    file=sys.stderr,
-                )
+                said = f"the key of {options.name}, shown this once; {_how_to_use(folder)}"
+                print(said, file=sys.stderr)
         case "remove":
             remove_key(folder, options.name)
             said = f"the key of {options.name} is removed; a running node refuses it within 1 s"
@@ -64,6 +71,43 @@ def run(options: argparse.Namespace) -> int | None:
         case _:
             _list(folder, as_json=options.json)
     return 0
+
+
+def _authority(folder: Path) -> str:
+    # Imported here: X.509 takes longer to import than `kakeya status` to answer.
+    from kakeya.fleet.identity.identity import AUTHORITY, FOLDER
+
+    path = folder / FOLDER / AUTHORITY
+    try:
+        return path.read_text("ascii")
+    except OSError as problem:
+        raise ConfigError(
+            f"{path} cannot be read: {problem.strerror or problem}; a node gets it with kakeya "
+            "init or kakeya join TOKEN"
+        ) from problem
+
+
+def _how_to_use(folder: Path) -> str:
+    """The lines by which a laptop uses the node of a folder."""
+    running = find_running(folder)
+    address = running.http if running else ""
+    if not address or is_loopback(address):
+        port = split_address(address)[1] if address else _PORT
+        now = "the node listens" if address else "no node runs, and one listens"
+        return (
+            f"{now} on this machine alone unless started with --http 0.0.0.0:{port}; here a "
+            "program may send the key as Authorization: Bearer KEY"
+        )
+    host, port = f"{host_label()}.local", split_address(address)[1]
+    return (
+        f"on the other machine:\n"
+        f"  ssh {host} kakeya ca > kakeya-ca.pem\n"
+        f"  export OPENAI_BASE_URL=https://{host}:{port}/v1 OPENAI_API_KEY=KEY\n"
+        "  export SSL_CERT_FILE=$PWD/kakeya-ca.pem       # Python\n"
+        "  export NODE_EXTRA_CA_CERTS=$PWD/kakeya-ca.pem # Node\n"
+        '  curl --cacert kakeya-ca.pem -H "Authorization: Bearer $OPENAI_API_KEY" '
+        "$OPENAI_BASE_URL/models"
+    )
 
 
 def _list(folder: Path, *, as_json: bool) -> None:

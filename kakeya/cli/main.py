@@ -1,9 +1,10 @@
 """The command line beside the daemon: status, plan, generate, demo, doctor, and fleet commands.
 
 Each command finds the node that runs in the data directory. The commands status, plan and generate
-also take `--node HOST:PORT`, the address of a node's HTTP interface; the others act as the owner of
-a node, on its own machine. Exit status: 0 done, 1 the node refused or does not run, 2 the command
-line is wrong.
+also take `--node HOST:PORT` or `--node https://HOST:PORT`, the address of a node's HTTP interface,
+and send the API key in KAKEYA_API_KEY, if there is one; the others act as the owner of a node, on
+its own machine. Exit status: 0 done, 1 the node refused or does not run, 2 the command line is
+wrong.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.folders import default_folder
 
 _WATCH_S = 1.0
+KEY_VARIABLE = "KAKEYA_API_KEY"
+"""The API key that the command line sends."""
 DOCTOR = "find faults of this node, its peers and the network between them"
 
 
@@ -67,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
         status = run(options)
         if status is not None:
             return status
-    node = find_node(options.node, folder)
+    node = find_node(options.node, folder, os.environ.get(KEY_VARIABLE, ""))
     match options.command:
         case "status":
             return _status(node, as_json=options.json, watch=options.watch)
@@ -126,7 +129,12 @@ def _command(
     commands: argparse._SubParsersAction[_Parser], name: str, text: str
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    command.add_argument("--node", default="", metavar="HOST:PORT", help="HTTP address of a node")
+    command.add_argument(
+        "--node",
+        default="",
+        metavar="HOST:PORT",
+        help="HTTP address of a node, or https://HOST:PORT",
+    )
     command.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
     command.add_argument("--json", action="store_true", help="print JSON")
     return command

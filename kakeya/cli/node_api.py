@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.core.errors import ConfigError, KakeyaError, PeerProtocol, PeerUnavailable
@@ -22,9 +22,11 @@ _WAITS = b": waiting: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeApi:
-    """The HTTP interface of one node at HOST:PORT."""
+    """The HTTP interface of one node at HOST:PORT; over TLS, SSL_CERT_FILE names the authority."""
 
     address: str
+    key: str = field(default="", repr=False)
+    is_encrypted: bool = False
 
     def get(self, path: str) -> dict[str, object]:
         """Fetch a JSON object. Raises PeerError with the node's message."""
@@ -62,12 +64,16 @@ class NodeApi:
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         host, port = split_address(self.address)
+        if self.is_encrypted:
+            return http.client.HTTPSConnection(host, port, timeout=timeout_s)
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
     def _ask(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes
     ) -> http.client.HTTPResponse:
         headers = {"content-type": "application/json"} if body else {}
+        if self.key:
+            headers["authorization"] = f"Bearer {self.key}"
         try:
             connection.request(method, path, body or None, headers)
             answer = connection.getresponse()
@@ -103,15 +109,18 @@ class NodeApi:
         )
 
 
-def find_node(address: str, folder: Path) -> NodeApi:
+def find_node(address: str, folder: Path, key: str = "") -> NodeApi:
     """Return the node at an address, or the node that runs in `folder` if none is given.
+
+    `key` is the API key for it, "" = none.
 
     Raises ConfigError for a malformed address, PeerUnavailable when no node runs.
     """
     if address:
-        bare = address.removeprefix("http://").rstrip("/")
+        scheme, _, bare = address.rstrip("/").rpartition("://")
         try:
-            return NodeApi(address=peer_address(bare))
+            where = peer_address(address if scheme not in ("", "http", "https") else bare)
+            return NodeApi(address=where, key=key, is_encrypted=scheme == "https")
         except Illegal as problem:
             raise ConfigError(f"--node: {problem}") from problem
     running = find_running(folder)
@@ -120,7 +129,7 @@ def find_node(address: str, folder: Path) -> NodeApi:
             f"no node runs in {folder}; start one with kakeya-node (from a clone: "
             "./scripts/kakeya-node), or name one with --node HOST:PORT or --data-dir DIR"
         )
-    return NodeApi(address=running.http)
+    return NodeApi(address=running.http, key=key)
 
 
 def _object(address: str, data: bytes) -> dict[str, object]:

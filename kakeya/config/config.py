@@ -34,7 +34,9 @@ from kakeya.prefix.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S, PrecacheConf
 from kakeya.sessions.config import SessionConfig
 from kakeya.wire.server.config import ListenConfig
 
-_OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID"})
+_OTHER_VARIABLES = frozenset(
+    {CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID", "KAKEYA_API_KEY"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,13 +26,11 @@ from kakeya.config.config import NodeConfig
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import (
-    host_names,
     join_address,
     platform_name,
     unified_memory_bytes,
 )
 from kakeya.core.log import event
-from kakeya.core.settings import split_address
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.gossip.round import Round
@@ -41,8 +39,6 @@ from kakeya.fleet.identity.membership import open_trust
 from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch
 from kakeya.fleet.placement.ring import probe_ring_environment
 from kakeya.gateway.app import build_app
-from kakeya.gateway.http.authorization import KeyCheck
-from kakeya.gateway.http.keys import KeyRing
 from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.generation.frames import Usage
 from kakeya.generation.spec import ModelRole
@@ -51,6 +47,7 @@ from kakeya.node.control import control_socket
 from kakeya.node.datadir import DataDir, RunInfo
 from kakeya.node.directory import VerifierDirectory, failed_addresses
 from kakeya.node.fleet import Chances, NodeFleet
+from kakeya.node.https import NodeHttps, check_http_start
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.overview import Overview
 from kakeya.node.pages import NodePages
@@ -199,6 +196,7 @@ class Agent:
         await self._memory.start(self._tasks, self.node_id)
         self._plane.start(self._tasks)
         self._services.start(self._tasks, self._changed.set)
+        self._https.start(self._tasks)
         self._tasks.start("listeners", self._listeners.watch)
         self._tasks.start("models", self._follow_changes)
         self._tasks.start("awake", self._awake.run)
@@ -209,6 +207,7 @@ class Agent:
     async def _listen(self, stack: AsyncExitStack, identity: Identity | None) -> None:
         """Bind every address, then build the fleet half, which needs the addresses."""
         config = self._config
+        await check_http_start(config.listen, self._folder, has_identity=identity is not None)
         self._http_socket = listen("--http", config.listen.http)
         stack.callback(self._http_socket.close)
         host, port = self._http_socket.getsockname()[:2]
@@ -275,7 +274,6 @@ class Agent:
             )
 
     def _serve_http(self) -> AbstractAsyncContextManager[HttpServer]:
-        addresses = {split_address(address)[0] for address in (self.http, self._reach.advertised)}
         overview = Overview(
             http=self.http,
             started_mono=self._started_mono,
@@ -292,25 +290,25 @@ class Agent:
             tasks=self._tasks.health,
         )
         self._services.doctor.warnings = overview.warnings
+        self._https = https = NodeHttps(
+            self._config.listen, self._folder, self._plane, address=self.http, clock=self._clock
+        )
         app = build_app(
             self._models,
             self._services.drafts,
             status=overview.status,
             clock=self._clock,
             rng=self._rng,
-            hosts=host_names() | addresses | set(self._config.listen.http_hosts),
+            hosts=https.hosts,
             origins=frozenset(self._config.listen.http_origins),
-            keys=KeyCheck(
-                ring=KeyRing(self._folder, self._clock.mono),
-                needed=self._config.listen.needs_key,
-            ),
+            keys=https.keys,
             figures=overview.figures,
             proposers=self._engines.proposers,
             unready=lambda: self._health.reason() or self._pages.unready(),
             precache=self._precache,
             texts=self._precache.texts,
         )
-        return serve_http(app, self._http_socket, grace_s=0.0)
+        return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 
     # Run
 

@@ -1,4 +1,5 @@
-"""Choose the gRPC addresses of a node from the flag, the identity and the interfaces. Pure.
+"""Choose the gRPC addresses of a node from the flag, the identity and the interfaces, and decide
+whether HTTP may be reached from other machines. Pure.
 
 no identity      what --bind says, plain; beyond loopback only with --insecure-lan
 an identity      each address of the local networks, encrypted, and loopback for this machine's
@@ -14,6 +15,7 @@ from kakeya.core.errors import ConfigError
 from kakeya.core.host import join_address
 from kakeya.core.settings import is_loopback, split_address
 from kakeya.fleet.paths.interfaces import Interface, choose_listeners
+from kakeya.wire.server.config import ListenConfig
 
 DEFAULT_PORT = 50051
 _LOOPBACK = "127.0.0.1"
@@ -68,3 +70,21 @@ def choose_binding(
             f"network, or bind {join_address(_LOOPBACK, port)}"
         )
     return Binding(port=port, network=(host,))
+
+
+def check_http(listen: ListenConfig, *, has_identity: bool, has_keys: bool) -> None:
+    """Raise ConfigError where HTTP would be reached without encryption or without keys."""
+    if is_loopback(listen.http) or listen.insecure_lan:
+        return
+    ways = "add --insecure-lan on a trusted network, or bind 127.0.0.1"
+    if not has_identity and listen.http_cert is None:
+        raise ConfigError(
+            f"--http {listen.http} is reachable from other machines and this node has no "
+            "certificate; make a fleet with kakeya init or --join TOKEN, give --http-cert and "
+            f"--http-cert-key, {ways}"
+        )
+    if not has_keys:
+        raise ConfigError(
+            f"--http {listen.http} is reachable from other machines and no caller has an API key; "
+            f"make one with kakeya key add NAME, {ways}"
+        )

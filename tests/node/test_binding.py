@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.paths.addresses import NetworkRank
 from kakeya.fleet.paths.interfaces import Interface
-from kakeya.node.binding import Binding, choose_binding
+from kakeya.node.binding import Binding, check_http, choose_binding
+from kakeya.wire.server.config import ListenConfig
+
+CERT = Path("cert.pem")
 
 
 def _interface(name: str, ip: str, priority: NetworkRank) -> Interface:
@@ -78,3 +83,28 @@ def test_the_open_needs_a_word_and_the_refusal_names_both_ways_out(bind: str) ->
 
 def test_insecure_lan_takes_no_encryption_from_a_member() -> None:
     assert choose("192.168.1.7:1", has_identity=True, insecure_lan=True).is_encrypted
+
+
+@pytest.mark.parametrize(
+    ("listen", "has_identity", "has_keys", "words"),
+    [
+        ({"http": "127.0.0.1:1"}, False, False, ()),
+        ({"http": "0.0.0.0:1", "insecure_lan": True}, False, False, ()),
+        ({"http": "0.0.0.0:1"}, False, True, ("kakeya init", "--http-cert", "--insecure-lan")),
+        ({"http": "0.0.0.0:1"}, True, False, ("kakeya key add", "--insecure-lan")),
+        ({"http": "0.0.0.0:1"}, True, True, ()),
+        ({"http": "0.0.0.0:1", "http_cert": CERT, "http_cert_key": CERT}, False, True, ()),
+        ({"http": "0.0.0.0:1", "http_cert": CERT, "http_cert_key": CERT}, False, False, ("key",)),
+    ],
+)
+def test_http_beyond_this_machine_needs_a_certificate_and_a_key(
+    listen: dict[str, Any], has_identity: bool, has_keys: bool, words: tuple[str, ...]
+) -> None:
+    config = ListenConfig(**listen)
+    if not words:
+        check_http(config, has_identity=has_identity, has_keys=has_keys)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_http(config, has_identity=has_identity, has_keys=has_keys)
+    for word in ("--http 0.0.0.0:1", *words):
+        assert word in refused.value.message

@@ -5,6 +5,7 @@
                 SAN DNS:<node id>               the key's own name, which callers expect
                     DNS:member.<fleet>.kakeya   members only: expected at a new address
                     URI:kakeya:role:<role>      member, client, admin
+                    DNS:<name>, IP:<address>    in a certificate for HTTPS: names of its machine
                 EKU client; server only for members, so that no other holder can pose as one
 
 Keys are P-256: gRPC's TLS refuses Ed25519 leaves. Certificates begin 48 h before they are made,
@@ -16,6 +17,7 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cryptography import x509
@@ -25,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from kakeya.fleet.identity.hosts import general_names, hosts_of, local_hosts
 from kakeya.wire.security import CertRole
 from kakeya.wire.tls import any_member, fleet_name
 
@@ -81,6 +84,8 @@ class Request:
     node_id: str
     label: str
     public_key: PublicKey
+    hosts: tuple[str, ...] = ()
+    """Names and addresses of the machine, which a certificate for HTTPS carries."""
 
 
 def new_key() -> PrivateKey:
@@ -154,6 +159,7 @@ def issue(
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if role is CertRole.MEMBER:
         names.append(x509.DNSName(any_member(fleet)))
+        names.extend(general_names(request.hosts))
         purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
     names.append(x509.UniformResourceIdentifier(_ROLE_URI + role.value))
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer)
@@ -170,9 +176,11 @@ def issue(
     )
 
 
-def make_request(key: PrivateKey, label: str) -> bytes:
-    """Ask for a certificate; PKCS#10, DER."""
+def make_request(key: PrivateKey, label: str, hosts: Iterable[str] = ()) -> bytes:
+    """Ask for a certificate, for HTTPS also with the names of its machine; PKCS#10, DER."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(_named(label))
+    if names := general_names(local_hosts(hosts)):
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
@@ -181,12 +189,13 @@ def read_request(der: bytes) -> Request:
     try:
         request = x509.load_der_x509_csr(der)
         key, label = _p256(request.public_key()), _label_of(request.subject)
+        hosts = hosts_of(request.extensions)
         is_signed = request.is_signature_valid and _is_whole(der, request.signature)
     except _UNREADABLE as problem:
         raise Untrusted(f"the certificate request cannot be read: {problem}") from problem
     if not is_signed or not is_valid_label(label):
         raise Untrusted("the certificate request is not signed by its key, or has no label")
-    return Request(node_id=node_id_of(key), label=label, public_key=key)
+    return Request(node_id=node_id_of(key), label=label, public_key=key, hosts=hosts)
 
 
 def read_authority(pem: bytes) -> x509.Certificate:

@@ -6,9 +6,10 @@
                     ca-key.pem        the authority's private key; on one node of the fleet
                     revocations.bin   keys that the fleet no longer trusts
                     peers.txt         members to gossip with first, told when this node joined
+                    host-cert.pem     a certificate of the same key for HTTPS; made when needed
 
-The folder is made whole, by one rename, and only cert.pem and revocations.bin change afterwards. A
-damaged or missing file stops the start with an error that names it. A node never draws a new key in
+The folder is made whole, by one rename; only cert.pem, host-cert.pem and revocations.bin change
+afterwards. A damaged or missing file stops the start with an error that names it. A node never draws a new key in
 place of an unreadable one, since that would make it another node.
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import grpc.aio
@@ -19,7 +19,13 @@ from kakeya.core.errors import KakeyaError, NotFound, PeerProtocol
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.identity.certificates import Untrusted, make_request, read_key
-from kakeya.fleet.identity.identity import Identity, duration, renewed, save_certificate
+from kakeya.fleet.identity.identity import (
+    Identity,
+    duration,
+    identity_of,
+    renewed,
+    save_certificate,
+)
 from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import MembershipServiceServicer, MembershipServiceStub
@@ -70,17 +76,30 @@ class Renewal:
         """Renew now. Raises the error of the last node that was asked, OSError from the disk."""
         identity = self._trust.identity
         csr = make_request(read_key(identity.tls.key), identity.label)
-        new = await self._ask(identity, csr)
+        new = await self._ask(csr, lambda made: renewed(identity, made, self._clock.wall()))
         await asyncio.to_thread(save_certificate, self._data_dir, new)
         self._trust.adopt(new)
         left = duration(new.not_after_at - self._clock.wall())
         event(_log, "own certificate renewed", valid_for=left)
         return new
 
-    async def _ask(self, identity: Identity, csr: bytes) -> Identity:
+    async def certify_hosts(self, hosts: Iterable[str]) -> bytes:
+        """Get a certificate (PEM) of the own key for HTTPS, with names of this machine.
+
+        Raises as `renew`, but for OSError.
+        """
+        identity = self._trust.identity
+        key = read_key(identity.tls.key)
+        csr = make_request(key, identity.label, hosts)
+        new = await self._ask(csr, lambda made: identity_of(key, made, identity.tls.authority))
+        return new.tls.certificate
+
+    async def _ask(self, csr: bytes, read: Callable[[bytes], Identity]) -> Identity:
+        """Ask for a certificate; `read` raises Untrusted for one that is of no use."""
         if self._own_authority is not None:
+            identity = self._trust.identity
             own = Caller(node_id=identity.node_id, role=identity.role, address="")
-            return renewed(identity, self._own_authority(csr, own), self._clock.wall())
+            return read(self._own_authority(csr, own))
         addresses = list(self._authorities())
         self._rng.shuffle(addresses)
         failure: KakeyaError = NotFound("no live node of the fleet holds its CA key")
@@ -88,7 +107,7 @@ class Renewal:
             stub = MembershipServiceStub(self._channels.get(address))
             try:
                 answer = await stub.Renew(pb.RenewRequest(csr=csr), timeout=_TIMEOUT_S)
-                return renewed(identity, answer.certificate, self._clock.wall())
+                return read(answer.certificate)
             except grpc.aio.AioRpcError as refusal:
                 failure = error_from_rpc(refusal, address)
             except Untrusted as problem:

@@ -12,6 +12,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import cast
 
 import httptools
 import uvicorn
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kakeya.core.units import KIB
 from kakeya.gateway.http.edge import error_body
+from kakeya.gateway.http.tls import ServerTls
 
 HEAD_S = 5.0
 """From the first byte on a connection, or none at all, to the end of the request's head."""
@@ -43,6 +45,8 @@ class _Protocol(HttpToolsProtocol):
     """
 
     head_s = HEAD_S
+    refusal = ""
+    """The answer to whatever comes; "" = requests are served."""
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _is_refused = False
@@ -59,6 +63,9 @@ class _Protocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._unset_keepalive_if_required()
+        if self.refusal:
+            self.send_400_response(self.refusal)
+            return
         try:
             self._parse(data)
         except httptools.HttpParserError as fault:
@@ -142,15 +149,34 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, that tells when it accepts."""
+    """uvicorn without signal handlers, that tells when it accepts, and that can accept TLS."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ServerTls | None, head_s: float) -> None:
         super().__init__(config)
         self.accepts = asyncio.Event()
+        self._tls, self._head_s = tls, head_s
+        self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup(sockets if self._tls is None else [])
+        if self._tls is not None and sockets:
+            (sock,) = sockets
+            sock.listen(self.config.backlog)
+            serving = self._tls.accept(sock, self._make_protocol, self._head_s)
+            self._accepting = asyncio.create_task(serving)
         self.accepts.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:  # before the socket is closed under it
+            self._accepting.cancel()
+            await asyncio.wait((self._accepting,))
+        await super().shutdown(sockets)
+
+    def _make_protocol(self, refusal: str) -> asyncio.Protocol:
+        make = cast(type[_Protocol], self.config.http_protocol_class)
+        protocol = make(self.config, self.server_state, self.lifespan.state)
+        protocol.refusal = refusal
+        return protocol
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -179,11 +205,16 @@ class HttpServer:
 
 @asynccontextmanager
 async def serve_http(
-    app: ASGIApp, sock: socket.socket, *, grace_s: float = 0.0, head_s: float = HEAD_S
+    app: ASGIApp,
+    sock: socket.socket,
+    *,
+    tls: ServerTls | None = None,
+    grace_s: float = 0.0,
+    head_s: float = HEAD_S,
 ) -> AsyncIterator[HttpServer]:
     """Serve `app` on a bound socket until the context ends, with `grace_s` for what then runs.
 
-    Takes the socket over and closes it.
+    Takes the socket over and closes it. With `tls` its port speaks HTTPS too.
     """
 
     class Protocol(_Protocol):
@@ -202,7 +233,7 @@ async def serve_http(
         timeout_keep_alive=int(IDLE_S),
         forwarded_allow_ips=list(_PROXIES),
     )
-    server = _Server(config)
+    server = _Server(config, tls, head_s)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     accepts = asyncio.create_task(server.accepts.wait())
     await asyncio.wait((serving, accepts), return_when=asyncio.FIRST_COMPLETED)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import (
     Several,
     bind_address,
-    is_loopback,
+    folder,
     one_of,
     peer_address,
     setting,
@@ -55,6 +56,18 @@ class ListenConfig:
         "remote",
         argument="remote|always",
     )
+    http_cert: Path | None = setting(
+        "the certificate chain that HTTPS shows, PEM (that of the fleet)",
+        folder,
+        None,
+        argument="FILE",
+    )
+    http_cert_key: Path | None = setting(
+        "the private key of --http-cert, PEM without a password",
+        folder,
+        None,
+        argument="FILE",
+    )
     advertise: str = setting(
         "the gRPC address that peers are told (the address of --bind)",
         peer_address,
@@ -69,12 +82,10 @@ class ListenConfig:
     )
 
     def __post_init__(self) -> None:
-        # gRPC may listen on a network if the node has an identity, which is read at the start.
-        if not self.insecure_lan and not is_loopback(self.http):
-            raise ConfigError(
-                f"--http {self.http} is reachable from other machines without encryption or "
-                "authentication; add --insecure-lan on a trusted network, or bind 127.0.0.1"
-            )
+        # Beyond loopback, gRPC and HTTP need what is read at the start: an identity, and keys.
+        if (self.http_cert is None) != (self.http_cert_key is None):
+            given, other = ("--http-cert", "--http-cert-key")[:: 1 if self.http_cert else -1]
+            raise ConfigError(f"{given} needs {other} beside it: a certificate and its private key")
 
     @property
     def needs_key(self) -> Literal["remote", "always", "never"]:

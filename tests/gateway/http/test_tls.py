@@ -1,0 +1,156 @@
+"""HTTPS and plain HTTP at one port, and a certificate that changes while connections come."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import ssl
+from asyncio import to_thread
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+
+from kakeya.core.clock import SystemClock
+from kakeya.core.errors import ConfigError
+from kakeya.gateway.app import build_app
+from kakeya.gateway.http.server import serve_http
+from kakeya.gateway.http.tls import SPEAK_TLS, ServerTls
+from tests.gateway.toy import Directory, Router, ToyModel, make_folder
+
+CA = trustme.CA()
+FIRST = CA.issue_cert("127.0.0.1", "localhost")
+SECOND = CA.issue_cert("127.0.0.1", "second.local")
+
+
+def write(folder: Path, cert: trustme.LeafCert) -> None:
+    (folder / "cert.pem").write_bytes(cert.cert_chain_pems[0].bytes())
+    (folder / "key.pem").write_bytes(cert.private_key_pem.bytes())
+
+
+@pytest.fixture
+def pem(tmp_path):
+    folder = tmp_path / "pem"
+    folder.mkdir()
+    write(folder, FIRST)
+    return folder
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    CA.configure_trust(context)
+    return context
+
+
+@asynccontextmanager
+async def listening(folder: Path, tls: ServerTls, head_s: float = 5.0) -> AsyncIterator[int]:
+    app = build_app(
+        Directory(ToyModel(folder)),
+        Router(),
+        status=dict,
+        clock=SystemClock(),
+        rng=random.Random(1),
+    )
+    sock = socket.create_server(("0.0.0.0", 0))
+    port = sock.getsockname()[1]
+    async with serve_http(app, sock, tls=tls, head_s=head_s):
+        yield port
+
+
+async def open_pem(pem: Path, *, is_plain_open: bool = False) -> ServerTls:
+    return await to_thread(
+        lambda: ServerTls(pem / "cert.pem", pem / "key.pem", is_plain_open=is_plain_open)
+    )
+
+
+async def test_one_port_speaks_both_to_a_program_of_this_machine(tmp_path, pem):
+    folder = await to_thread(make_folder, tmp_path)
+    async with listening(folder, await open_pem(pem)) as port:
+        context = await to_thread(trusting)
+        async with httpx.AsyncClient(verify=context, trust_env=False) as http:
+            for scheme in ("http", "https", "http"):
+                reply = await http.post(
+                    f"{scheme}://127.0.0.1:{port}/v1/completions",
+                    json={"model": "toy", "prompt": "a"},
+                )
+                assert reply.status_code == 200, scheme
+        async with httpx.AsyncClient(trust_env=False) as stranger:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE"):
+                await stranger.get(f"https://127.0.0.1:{port}/healthz")
+
+
+def own_network_address() -> str:
+    """An address of this machine that is not loopback; a caller that dials it comes from it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine is on no network")
+        return str(route.getsockname()[0])
+
+
+@pytest.mark.parametrize("is_plain_open", [False, True])
+async def test_plain_http_by_the_network_is_told_to_speak_tls(tmp_path, pem, is_plain_open):
+    own = own_network_address()
+    folder = await to_thread(make_folder, tmp_path)
+    async with listening(folder, await open_pem(pem, is_plain_open=is_plain_open)) as port:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            reply = await http.get(f"http://{own}:{port}/healthz")
+    if is_plain_open:
+        assert reply.json() == {"status": "ok"}
+    else:
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, SPEAK_TLS)
+
+
+async def shown(port: int) -> tuple[str, ...]:
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=await to_thread(trusting))
+    certificate = writer.get_extra_info("peercert")
+    writer.close()
+    return tuple(value for kind, value in certificate["subjectAltName"] if kind == "DNS")
+
+
+async def test_a_new_certificate_counts_from_the_next_connection_on(tmp_path, pem):
+    folder = await to_thread(make_folder, tmp_path)
+    tls = await open_pem(pem)
+    async with listening(folder, tls) as port:
+        assert await shown(port) == ("localhost",)
+        await to_thread(write, pem, SECOND)
+        assert await shown(port) == ("localhost",)
+        await to_thread(tls.refresh)
+        assert await shown(port) == ("second.local",)
+        await to_thread((pem / "key.pem").write_bytes, FIRST.private_key_pem.bytes())
+        with pytest.raises(ConfigError, match=r"key\.pem"):
+            await to_thread(tls.refresh)
+        assert await shown(port) == ("second.local",)
+
+
+async def test_connections_that_say_nothing_or_nonsense_stop_nobody(tmp_path, pem):
+    folder = await to_thread(make_folder, tmp_path)
+    async with listening(folder, await open_pem(pem), head_s=0.5) as port:
+        silent, talks = [], []
+        for said in (b"", b"\x16", b"\x16\x03\x01\xff\xff" + b"a" * 400, b"\x00\x01"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(said)
+            silent.append(reader)
+            talks.append(writer)
+        _, gone = await asyncio.open_connection("127.0.0.1", port)
+        gone.transport.abort()
+        async with httpx.AsyncClient(trust_env=False) as http:
+            reply = await http.get(f"http://127.0.0.1:{port}/healthz")
+        assert reply.status_code == 200
+        for reader in silent:  # each is closed by the server, in its time
+            async with asyncio.timeout(30):
+                await reader.read()
+        for writer in talks:
+            writer.transport.abort()
+
+
+def test_a_spare_is_shown_while_the_certificate_is_not_there(pem: Path) -> None:
+    ServerTls(pem / "later.pem", pem / "key.pem", spare=pem / "cert.pem", is_plain_open=False)
+    for certificate, key in (("no.pem", "key.pem"), ("cert.pem", "no.pem"), ("key.pem", "key.pem")):
+        with pytest.raises(ConfigError, match="PEM"):
+            ServerTls(pem / certificate, pem / key, is_plain_open=False)
