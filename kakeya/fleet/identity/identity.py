@@ -9,8 +9,8 @@
                     host-cert.pem     a certificate of the same key for HTTPS; made when needed
 
 The folder is made whole, by one rename; only cert.pem, host-cert.pem and revocations.bin change
-afterwards. A damaged or missing file stops the start with an error that names it. A node never draws a new key in
-place of an unreadable one, since that would make it another node.
+afterwards. A damaged or missing file stops the start with an error that names it. A node never
+draws a new key in place of an unreadable one, since that would make it another node.
 """
 
 from __future__ import annotations
