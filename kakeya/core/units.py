@@ -11,7 +11,7 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 KV_BLOCK_TOKENS = 256
 """Tokens by which the caches of mlx-lm grow."""
-ENCODER_TOKENS, ENCODER_CPU_TOKENS = 4096, 512
+ENCODER_TOKENS, ENCODER_CPU_TOKENS = 4096, 256
 """Tokens that an encoder computes in one forward: more take no less time each, but memory."""
 ENCODER_SCORE_BYTES = 32 * MIB
 """An encoder computes scores of attention in pieces of at most about so many bytes."""
