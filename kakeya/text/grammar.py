@@ -92,7 +92,8 @@ def answer_grammar(shape: AnswerShape, functions: Sequence[FunctionTool], marks:
         is_free = shape.calls == "allowed" and shape.schema is None
         forms.append("FREE calls?" if is_free else "calls")
         rules += _call_rules(shape, callable_, marks)
-        rules.append(f"FREE: {_free_of(marks.family.start)}")
+        if is_free:
+            rules.append(f"FREE: {_free_of(marks.family.start)}")
     rules.append(f"answer: {' | '.join(forms)}")
     if marks.thinking is not None:
         start, end = (_literal(one, marks) for one in (marks.thinking.start, marks.thinking.end))

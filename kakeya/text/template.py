@@ -22,6 +22,7 @@ import jinja2
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.text.chat import Chat, Message
 from kakeya.text.origin import Traced, TracingEnvironment
+from kakeya.text.tools.calls import functions_of
 from kakeya.text.tools.plain import with_tools, without_calls
 
 _TEMPLATE_FAULTS = (
@@ -120,11 +121,23 @@ class ChatTemplate:
                     "plain prompt",
                     param="messages",
                 )
+        prompt = self._prompt(replace(chat, messages=tuple(messages)))
+        names = [one.name for one in functions_of(chat.tools)]
+        if self.shows_tools and names and not any(name in prompt for name in names):
+            raise Unsupported(
+                "the model's chat template shows tools, but none with these messages; begin with a "
+                "system message, or leave tools out",
+                param="tools",
+            )
+        return prompt
+
+    def _prompt(self, chat: Chat) -> Traced:
         if not chat.continues_last:
-            return self._write(replace(chat, messages=tuple(messages)), self._forms)
+            return self._write(chat, self._forms)
+        *messages, last = chat.messages
         end = trial_word("end")
-        last = {**messages[-1], "content": f"{messages[-1]['content']}{end}"}
-        prompt = self._write(replace(chat, messages=(*messages[:-1], last)), self._forms)
+        longer = {**last, "content": f"{last['content']}{end}"}
+        prompt = self._write(replace(chat, messages=(*messages, longer)), self._forms)
         at = prompt.rfind(end)
         if at < 0:
             raise Unsupported(

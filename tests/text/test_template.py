@@ -220,3 +220,10 @@ def test_a_template_that_shows_tools_gets_them_itself() -> None:
     prompt = made.render(chat_of(*CHAT, tools=[TOOL]))
     assert prompt.startswith('<|im_start|>system\n{"type": "function"')
     assert "You may call tools" not in prompt
+
+
+def test_tools_that_a_template_shows_with_other_messages_only_are_refused() -> None:
+    source = "{% if messages[0].role == 'system' %}{{ tools | tojson if tools }}{% endif %}" + PLAIN
+    assert '"look"' in template(source).render(chat_of(*CHAT, tools=[TOOL]))
+    with pytest.raises(Unsupported, match="none with these messages"):
+        template(source).render(chat_of(*CHAT[1:], tools=[TOOL]))

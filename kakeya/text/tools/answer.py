@@ -11,7 +11,7 @@ read, or does not end, is text, and what follows it is read as if it were not th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,9 @@ from kakeya.text.tools.thinking import ThinkingMarks
 
 _MOST_ENDS = 8
 """End marks that may stand inside strings of one call: each costs another look at it."""
+_MOST_UNREAD = 16
+"""Behind so many calls that cannot be read, marks are text: an answer of nothing but marks must not
+keep the event loop."""
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 
@@ -64,11 +67,17 @@ class AnswerReader:
         self._family = family
         self._tools = tools
         self._openings = [mark.start for mark in (thinking, family) if mark is not None]
+        firsts = "".join(re.escape(mark[0]) for mark in self._openings)
+        self._suspect = re.compile(f"[{firsts}]|\\s\\Z" if firsts else "(?!)")
+        """Finds what may begin a mark."""
+        self._may_think = thinking is not None
+        """Whether thoughts may still come: nothing was said or called."""
         self._mode: Literal["text", "thoughts", "call"] = "thoughts" if is_thinking else "text"
         self._is_fresh = is_thinking
         """Whether a mark stands right in front of the text, so that blanks are the mark's."""
         self._held = ""
         """Text in front of which nothing is unsettled; the end of it may begin a mark."""
+        self._unread = 0
         self._before_call = ""
         """The mark of the call that is read, and the blanks in front of it."""
         self._call: list[str] = []
@@ -86,6 +95,9 @@ class AnswerReader:
         `tokens` counts the tokens whose text this is, for `thought_tokens`: the count is exact
         where they are fed one by one.
         """
+        is_plain = self._mode == "text" and not (self._held or self._is_fresh or self._may_think)
+        if is_plain and piece and self._suspect.search(piece) is None:
+            return [Said(piece)]  # nearly always, and for each token: as `_read_text` would
         was_thinking = self.is_thinking
         parts: list[AnswerPart] = []
         self._read(piece, parts)
@@ -101,7 +113,7 @@ class AnswerReader:
             if self._family is not None and not self._family.end and self._end_call(body, parts):
                 return parts
             # What follows the mark may hold a whole call, but only where there is an end mark.
-            self._say(self._before_call, parts)
+            self._give_back(parts)
             if self._family is not None and self._family.end and self._family.end in body:
                 self._read(body, parts)
             else:
@@ -125,7 +137,7 @@ class AnswerReader:
     def _read_text(self, text: str, parts: list[AnswerPart]) -> str | None:
         """Read up to the next mark; returns what is behind it, None where there is none yet."""
         start = self._thinking.start if self._thinking is not None else ""
-        if start in self._openings and text.lstrip().startswith(start):
+        if self._may_think and text.lstrip().startswith(start):
             self._mode, self._is_fresh = "thoughts", True
             return text.lstrip()[len(start) :]
         mark = self._family.start if self._family is not None else ""
@@ -170,9 +182,16 @@ class AnswerReader:
                 return body[at + len(end) :]
             if not _is_inside_string(body[:at]):
                 break
-        self._say(self._before_call, parts)
-        self._mode = "text"
+        self._give_back(parts)
         return body
+
+    def _give_back(self, parts: list[AnswerPart]) -> None:
+        """Take the mark of a call that cannot be read for text."""
+        self._mode = "text"
+        self._unread += 1
+        if self._unread >= _MOST_UNREAD:
+            self._family = None
+        self._say(self._before_call, parts)
 
     def _taken(self) -> str:
         body = "".join(self._call)
@@ -194,6 +213,7 @@ class AnswerReader:
 
     def _only_calls(self) -> None:
         """No thoughts follow what is said or called."""
+        self._may_think = False
         self._openings = [self._family.start] if self._family is not None else []
 
     def _say(self, text: str, parts: list[AnswerPart]) -> None:
@@ -214,12 +234,15 @@ class AnswerReader:
         return text
 
 
-def _unsettled(text: str, marks: Iterable[str]) -> int:
+def _unsettled(text: str, marks: Collection[str]) -> int:
     """Where the end of a text begins that may be part of a mark, or blanks in front of one."""
-    most = max(map(len, marks), default=0)
-    if not most:
+    if not marks:
         return len(text)
-    for at in range(max(0, len(text) - most + 1), len(text)):
+    most = max(map(len, marks))
+    begin = max(0, len(text) - most + 1)
+    if not any(mark[0] in text[begin:] for mark in marks):  # nearly always: this is per token
+        return len(text.rstrip())
+    for at in range(begin, len(text)):
         end = text[at:]
         if any(mark.startswith(end) for mark in marks):
             return len(text[:at].rstrip())

@@ -55,7 +55,10 @@ class BareJsonFamily:
         """As `ToolFamily`."""
         rest, calls = self.start + text.rstrip(), []
         while rest:
-            value, at = _DECODER.raw_decode(rest)
+            try:
+                value, at = _DECODER.raw_decode(rest)
+            except RecursionError as fault:
+                raise ValueError("the call is nested too deep") from fault
             calls.append(called(value))
             rest = rest[at:].lstrip("; \n")
         return calls

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class ParserFamily:
     """Whether a template and a vocabulary are of this family."""
     inner_marks: Sequence[str] = ()
     form: CallForm = field(default_factory=CallForm)
+    may_be: Callable[[str], bool] = bool
+    """Whether a text may be a call: keeps from a parser what it takes very long over."""
     file: str = ""
     """The parser file, where its name is not the family's."""
 
@@ -91,6 +94,8 @@ class ParserFamily:
             return json_calls(text)
         except ValueError:
             pass
+        if not self.may_be(text):
+            raise ValueError(f"no call of {self.name}")
         functions = {one.name: one.parameters for one in functions_of(tools)}
         told = [
             {"type": "function", "function": {"name": name, "parameters": parameters}}
@@ -128,6 +133,16 @@ def _mistral(*, has_args: bool) -> Told:
     )
 
 
+def _is_balanced(text: str) -> bool:
+    """Whether each brace has its other half; else gemma4's parser tries all ways to pair them."""
+    depth = 0
+    for brace in re.findall("[{}]", re.sub(r'<\|"\|>.*?<\|"\|>', "", text, flags=re.DOTALL)):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0 and text.count('<|"|>') % 2 == 0
+
+
 _GLM = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _LONGCAT = tuple(mark.replace("arg_", "longcat_arg_") for mark in _GLM)
 TEMPLATE_FAMILIES: tuple[ToolFamily, ...] = (
@@ -143,6 +158,7 @@ TEMPLATE_FAMILIES: tuple[ToolFamily, ...] = (
         end="<tool_call|>",
         told=_says("<|tool_call>", "<tool_call|>"),
         inner_marks=('<|"|>',),
+        may_be=_is_balanced,
     ),
     ParserFamily(
         name="function_gemma",
@@ -150,6 +166,7 @@ TEMPLATE_FAMILIES: tuple[ToolFamily, ...] = (
         end="<end_function_call>",
         told=_says("<start_function_call>"),
         inner_marks=("<escape>",),
+        may_be=lambda text: text.rfind("}") > text.rfind("call:"),
     ),
     ParserFamily(
         name="longcat",
@@ -216,6 +233,10 @@ TEMPLATE_FAMILIES: tuple[ToolFamily, ...] = (
         start="<atem:function_calls>",
         end="</atem:function_calls>",
         told=_says("<atem:function_calls>"),
+        may_be=lambda text: (
+            text.count("<atem:parameter") == text.count("</atem:parameter>")
+            and text.count("<atem:invoke") <= 2 * text.count("</atem:invoke>") + 1
+        ),
     ),
 )
 TOKEN_FAMILIES: tuple[ToolFamily, ...] = (

@@ -81,6 +81,12 @@ def test_a_mark_that_many_ends_follow_is_text_in_the_end():
     assert parts_of([text]) == parts_of(list(text)) == [Said(text)]
 
 
+def test_behind_many_calls_that_cannot_be_read_marks_are_text():
+    text = "<tool_call>{</tool_call>" * 16
+    assert parts_of([text + CALL]) == [Said(text + CALL)]
+    assert parts_of([text[24:] + CALL]) == [Said(text[24:]), LOOK]
+
+
 def test_a_call_without_an_end_mark_ends_with_the_answer():
     bare = BareJsonFamily()
     text = '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
