@@ -1,1 +1,3 @@
-"""The edge of HTTP: which host and origin may come in, how bodies are read, how an error leaves."""
+"""The edge of HTTP: which host, origin and key may come in, by TLS or plain; how bodies are read,
+how an error leaves.
+"""

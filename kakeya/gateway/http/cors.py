@@ -41,5 +41,4 @@ def preflight_headers(scope: Scope) -> dict[str, str]:
         **({"access-control-allow-headers": asked} if asked else {}),
         **({_PRIVATE.replace("request", "allow"): "true"} if _PRIVATE in headers else {}),
         "access-control-max-age": str(_ASKED_S),
-        "content-length": "0",
     }

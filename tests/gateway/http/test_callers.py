@@ -50,3 +50,8 @@ def test_names_and_origins_that_the_owner_set_enter(headers: dict[str, str]) -> 
 def test_a_refusal_names_the_setting(headers: dict[str, str], setting: str) -> None:
     with pytest.raises(Forbidden, match=setting):
         OPEN.check(Headers(headers))
+
+
+def test_a_container_is_told_the_setting_for_its_name_of_the_host() -> None:
+    with pytest.raises(Forbidden, match=r"--http-host host\.docker\.internal, or http_hosts"):
+        CallerCheck().check(Headers({"host": "host.docker.internal:8210"}))

@@ -96,6 +96,8 @@ async def test_every_answer_has_an_id_that_the_log_has_too(folder, caplog):
                 await served.http.post("/v1/chat/completions", json={**CHAT, "model": "no"}),
             ]
     ids = [reply.headers["x-request-id"] for reply in replies]
+    assert replies[2].json()["id"] == ids[2]
+    assert f'"id":"{ids[3]}"' in replies[3].text
     assert len(set(ids)) == len(ids)
     assert [reply.headers["request-id"] for reply in replies] == ids
     fields = [getattr(record, "kakeya_fields") for record in caplog.records]  # noqa: B009
