@@ -459,7 +459,8 @@ async def _written(
         return WrittenPrompt(token_ids=await raw_ids(prompt, text, facts))
     token_ids = await chat_ids(asked.chat, text, facts)
     cuts = await text.cuts_of(token_ids, asked.chat, at_most=most_prompt_tokens(facts))
-    return WrittenPrompt(token_ids=token_ids, cuts=cuts)
+    grammar = await text.grammar(token_ids, asked.chat, asked.shape)
+    return WrittenPrompt(token_ids=token_ids, cuts=cuts, grammar=grammar or "")
 
 
 def _turn_of(answer: GeneratedAnswer) -> Message:

@@ -10,6 +10,7 @@ from kakeya.core.errors import NotFound
 from kakeya.generation.request import GenerationPriority, Sampling
 from kakeya.prefix.seam import CacheUse
 from kakeya.text.chat import Chat
+from kakeya.text.grammar import AnswerShape
 
 
 class ModelNotFound(NotFound):
@@ -73,12 +74,28 @@ class ToolChoice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A conversation to be answered. `answer_schema` is the JSON Schema that the answer keeps, None
-    = free text."""
+    = free text; `answer_schema_at` is its place in the request, as errors name it."""
 
     params: GenerationParams
     chat: Chat
     tool_choice: ToolChoice = ToolChoice()
     answer_schema: Mapping[str, object] | None = None
+    answer_schema_at: str = "response_format.json_schema.schema"
+
+    @property
+    def shape(self) -> AnswerShape:
+        """What the answer must be."""
+        choice = self.tool_choice
+        calls: Literal["none", "allowed", "required"] = "none"
+        if self.chat.tools and choice.mode != "none":
+            calls = "allowed" if choice.mode == "auto" else "required"
+        return AnswerShape(
+            schema=self.answer_schema,
+            schema_at=self.answer_schema_at,
+            calls=calls,
+            names=choice.names,
+            is_parallel=choice.is_parallel,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

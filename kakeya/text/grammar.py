@@ -53,8 +53,8 @@ class AnswerShape:
     schema_at: str = "response_format.json_schema.schema"
     """The place of the schema in the request, as errors name it."""
     calls: Literal["none", "allowed", "required"] = "none"
-    tool: str = ""
-    """The only tool that may be called; "" = any."""
+    names: tuple[str, ...] = ()
+    """The tools that may be called, () = any."""
     is_parallel: bool = True
     """Whether there may be several calls."""
 
@@ -62,7 +62,8 @@ class AnswerShape:
         """Whether a grammar is needed: not every text is such an answer."""
         if self.schema is not None or self.calls == "required":
             return True
-        return self.calls == "allowed" and any(one.is_strict for one in functions)
+        is_narrowed = bool(self.names) or any(one.is_strict for one in functions)
+        return self.calls == "allowed" and is_narrowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +114,11 @@ def answer_grammar(shape: AnswerShape, functions: Sequence[FunctionTool], marks:
 def _callable(shape: AnswerShape, functions: Sequence[FunctionTool]) -> list[FunctionTool]:
     if shape.calls == "none":
         return []
-    found = [one for one in functions if shape.tool in ("", one.name)]
-    if not found and shape.tool:
+    found = [one for one in functions if not shape.names or one.name in shape.names]
+    if not found and shape.names:
         named = ", ".join(one.name for one in functions) or "none"
         raise InvalidArgument(
-            f"tool_choice names {shape.tool!r}; the functions among tools are: {named}",
+            f"tool_choice names {shape.names[0]!r}; the functions among tools are: {named}",
             param="tool_choice",
         )
     if not found and shape.calls == "required":

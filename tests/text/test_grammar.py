@@ -182,7 +182,7 @@ def test_an_answer_is_json_or_calls_where_both_are_asked_for():
 
 def test_one_tool_is_named():
     made = tokenizer()
-    shape = AnswerShape(calls="required", tool="go", is_parallel=False)
+    shape = AnswerShape(calls="required", names=("go",), is_parallel=False)
     grammar = answer_grammar(shape, functions_of(tools()), marks_of(made, "json_tools"))
     assert accepts(
         made, grammar, '<tool_call>\n{"name": "go", "arguments": {"to": true}}\n</tool_call>'
@@ -235,7 +235,7 @@ def test_a_format_that_is_a_remark_forces_nothing():
 def test_a_choice_of_tools_that_cannot_be_is_refused():
     marks = marks_of(tokenizer(), "json_tools")
     with pytest.raises(InvalidArgument, match="the functions among tools are: look, go"):
-        answer_grammar(AnswerShape(calls="required", tool="x"), functions_of(tools()), marks)
+        answer_grammar(AnswerShape(calls="required", names=("x",)), functions_of(tools()), marks)
     with pytest.raises(InvalidArgument, match="no function is among tools"):
         answer_grammar(AnswerShape(calls="required"), (), marks)
 

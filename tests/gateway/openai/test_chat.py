@@ -6,6 +6,7 @@ import json
 
 import openai
 import pytest
+from llguidance import LLMatcher
 
 from kakeya.core.errors import PeerUnavailable
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
@@ -132,3 +133,40 @@ async def test_an_answer_goes_on_from_the_last_message_where_it_is_a_prefix(fold
         await served.openai.chat.completions.create(model="toy", messages=[*HI, begun])
     shown = model.tokenizer.decode(list(model.requests[0].token_ids), skip_special_tokens=False)
     assert shown.endswith("<|im_start|>assistant\nhello wor")
+
+
+PLACE = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PLACE}}},
+        {"tools": [LOOK], "tool_choice": "required"},
+        {"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+    ],
+    ids=["json", "schema", "required", "named"],
+)
+async def test_what_an_answer_must_be_reaches_the_engine_as_a_grammar(folder, asked):
+    model = ToyModel(folder, script="{}")
+    async with serving(model) as served:
+        await served.openai.chat.completions.create(model="toy", messages=HI, **asked)
+        await served.openai.chat.completions.create(model="toy", messages=HI, tools=[LOOK])
+    forced, free = (request.grammar for request in model.requests)
+    assert LLMatcher.validate_grammar(forced) == ""
+    assert free == ""
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(folder):
+    model = ToyModel(folder)
+    schema = {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}
+    form = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+    async with serving(model) as served:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await served.openai.chat.completions.create(
+                model="toy", messages=HI, response_format=form
+            )
+    assert caught.value.param == "response_format.json_schema.schema"
+    assert '"if"' in caught.value.message
+    assert model.requests == []
