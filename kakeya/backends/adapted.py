@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 from kakeya.adapters.manager import AdapterManager, AdapterWish
 from kakeya.backends.resident import ResidentModel
@@ -40,6 +41,11 @@ class AdaptedModel:
     def facts(self) -> ModelFacts | None:
         """The facts of the base."""
         return self._base.facts
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the base."""
+        return self._base.folder
 
     def waits_for(self) -> str:
         """See `ServedModel`."""

@@ -12,6 +12,7 @@ The arbiter decides whether and when a model is loaded; `EngineHandler` carries 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import (
     AsyncGenerator,
@@ -23,19 +24,26 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvariantBroken, MemoryRefused, ModelLoading, PeerUnavailable
+from kakeya.core.errors import (
+    ConfigError,
+    InvariantBroken,
+    MemoryRefused,
+    ModelLoading,
+    PeerUnavailable,
+)
 from kakeya.core.figures import Json
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.request import DecodeRequest
-from kakeya.generation.spec import ModelRole, ModelSpec
+from kakeya.generation.spec import ModelRole, ModelSpec, resolve
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
@@ -134,6 +142,14 @@ class ResidentModel:
         if self.backend is not None and self.backend.last_error:
             return self.backend.last_error
         return self._failure.reason if self._failure else ""
+
+    @property
+    def folder(self) -> Path | None:
+        """See `ServedModel`."""
+        with contextlib.suppress(ConfigError):
+            found = Path(resolve(self._spec))
+            return found if found.is_dir() else None
+        return None
 
     def waits_for(self) -> str:
         """See `ServedModel`."""

@@ -52,7 +52,7 @@ from kakeya.generation.model import (
 )
 from kakeya.generation.request import Sampling
 from kakeya.prefix.seam import NoPrecache, Precache
-from kakeya.text.text import Texts
+from kakeya.text.text import TextModel, Texts
 
 
 def build_app(
@@ -259,7 +259,7 @@ class Gateway:
             "role": "verifier",
             "max_output_tokens": common["context_length"],  # of an empty prompt: both share it
             "modalities": {"input": ["text"], "output": ["text"]},
-            "capabilities": text and ["completion", *(["chat"] if text.has_chat_template else [])],
+            "capabilities": text and _abilities(text),
             "default_parameters": text and _shown(text.sampling),
         }
 
@@ -291,6 +291,13 @@ class Gateway:
             "state": model.state.value,
             "quantization": facts and (facts.quantization or facts.dtype),
         }
+
+
+def _abilities(text: TextModel) -> list[str]:
+    """What requests a model can answer, by its folder's files."""
+    if not text.has_chat_template:
+        return ["completion", "json"]
+    return ["completion", "json", "chat", "tools", *(["thinking"] if text.thinks else [])]
 
 
 def _shown(sampling: Sampling) -> dict[str, float]:

@@ -20,12 +20,13 @@ from collections.abc import (
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Unsupported
 from kakeya.core.ids import draw_id
 from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.figures import HttpMetrics
@@ -45,7 +46,7 @@ from kakeya.gateway.request import (
     Request,
 )
 from kakeya.generation.cuts import marked
-from kakeya.generation.facts import ModelFacts
+from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.frames import Tokens
 from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
@@ -54,6 +55,7 @@ from kakeya.generation.retention import Retention
 from kakeya.prefix.seam import Precache, PrefixClaim
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.chat import Message
+from kakeya.text.folder import read_config, stated_context
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
 from kakeya.text.text import TextModel, Texts
@@ -167,15 +169,16 @@ class Generations:
         asked = reply.asked
         deadline_s = asked.params.deadline_s
         ready_s = self.limits.ready_s
+        if model.state is not ModelState.READY:
+            await self._check_ahead(asked, model)
         facts = await model.ready(ready_s if deadline_s is None else min(ready_s, deadline_s))
         text = await self._texts.get(facts.model_path)
         claim = PrefixClaim(
             model_id=model.model_id, facts=facts, client=client_of(scope), use=asked.params.cache
         )
-        prompts = asked.prompts if isinstance(asked, CompletionRequest) else ("",)
         jobs: list[HttpGeneration] = []
         prompt_tokens = 0
-        for prompt in prompts:
+        for prompt in _prompts(asked):
             written = await _written(asked, prompt, text, facts)
             prompt_tokens += len(written.token_ids)
             for _ in range(asked.params.rows):
@@ -197,9 +200,33 @@ class Generations:
             created_at=int(self._clock.wall()),
             model=model.model_id,
             prompt_tokens=prompt_tokens,
-            fingerprint=fingerprint_of(facts),
+            fingerprint=system_fingerprint(facts),
         )
         return jobs
+
+    async def _check_ahead(self, asked: Request, model: ServedModel) -> None:
+        """Refuse what the files of a model tell to be wrong, before the model loads for it."""
+        folder = model.folder
+        if folder is None:
+            return
+        context_tokens = await asyncio.to_thread(_stated_context, folder)
+        if not context_tokens:
+            return
+        try:
+            text = await self._texts.get(str(folder))
+        except Unsupported:
+            return  # the load tells more
+        known = ModelFacts(
+            model_id=model.model_id,
+            model_path=str(folder),
+            vocab_size=text.tokenizer.get_vocab_size(),
+            context_tokens=context_tokens,
+            eos_token_ids=(),
+        )
+        for prompt in _prompts(asked):
+            if isinstance(prompt, str):
+                written = await _written(asked, prompt, text, known)
+                check_prompt(len(written.token_ids), known)
 
     def _decode_request(
         self,
@@ -451,6 +478,21 @@ class WrittenPrompt:
     grammar: str = ""
 
 
+def _prompts(asked: Request) -> tuple[str | tuple[int, ...], ...]:
+    """Of a conversation one, which its template writes."""
+    return asked.prompts if isinstance(asked, CompletionRequest) else ("",)
+
+
+def _stated_context(folder: Path) -> int:
+    """The context of a model that was not loaded yet; 0 = its files do not tell. Blocks."""
+    try:
+        config = read_config(folder / "config.json")
+    except Unsupported:
+        return 0
+    nested = config.get("text_config")
+    return stated_context([*([nested] if isinstance(nested, dict) else []), config])
+
+
 async def _written(
     asked: Request, prompt: str | tuple[int, ...], text: TextModel, facts: ModelFacts
 ) -> WrittenPrompt:
@@ -475,7 +517,7 @@ def _turn_of(answer: GeneratedAnswer) -> Message:
     return turn
 
 
-def fingerprint_of(facts: ModelFacts) -> str:
+def system_fingerprint(facts: ModelFacts) -> str:
     """Names what computes the tokens: the weights, their form and the arithmetic."""
     made_of = (facts.base_fingerprint, facts.weights_state, facts.kv_exactness, facts.mlx_version)
     return "fp_" + sha256(repr(made_of).encode()).hexdigest()[:12]

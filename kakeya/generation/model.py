@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
@@ -32,6 +33,11 @@ class LoadableModel(Protocol):
     @property
     def facts(self) -> ModelFacts | None:
         """The facts from the model's last load; None before the first one."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the model's files, where it is known without a load; else None."""
         ...
 
     def waits_for(self) -> str:

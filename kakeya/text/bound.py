@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.text.byte_level import BYTE_OF
+from kakeya.text.detokenizer import BYTE_OF
 
 _NFC_SHRINKS = 4
 """No composing turns more bytes than this into one; it comes to 3.5 for an iota with two marks."""

@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
-
-from kakeya.text.byte_level import BYTE_OF
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 _WINDOW_TOKENS = 64
 """Most tokens that a decoder without a byte table holds back while its text is not settled."""
 _CONTEXT_TOKENS = 16
 """Tokens of a prompt that tell a decoder how the text behind them begins."""
+
+
+def _byte_characters() -> dict[str, int]:
+    """The printable stand-in for each byte in byte-level vocabularies, reversed.
+
+    Bytes that print stand for themselves; the others are numbered from U+0100 in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    pairs = {chr(byte): byte for byte in printable}
+    pairs.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
+    return pairs
+
+
+BYTE_OF: Mapping[str, int] = _byte_characters()
+"""The byte behind each character."""
 
 
 class ByteDetokenizer:

@@ -6,6 +6,7 @@ templates        chat_template.jinja and additional_chat_templates/NAME.jinja, e
 special tokens   tokenizer_config.json, and special_tokens_map.json beside an older one
 end tokens       generation_config.json, and the eos_token
 sampling         generation_config.json
+context          config.json, as far as it states one
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,18 @@ _TEXT_FILES = (
 )
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _MAP_KEYS = ("extra_special_tokens", "model_specific_special_tokens")
+_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+)
+_MOST_TOKENS = 1 << 30
+"""Tokenizers say 10 ** 30 where they mean no bound."""
+_SCALED_ROPES = frozenset({"linear", "dynamic", "yarn"})
+"""Others count their positions scaled."""
 Stamps = tuple[tuple[str, int, int], ...]
 """(name, time of the last change in ns, bytes) of each file that is there."""
 
@@ -154,3 +167,33 @@ def _named(declared: object) -> dict[str, str]:
         for name, source in pairs.items()
         if isinstance(name, str) and isinstance(source, str)
     }
+
+
+def stated_context(sections: Iterable[Mapping[str, Any]]) -> int:
+    """The tokens of a context, times the factor of a scaled RoPE whose positions are counted
+    unscaled; 0 = not stated. `sections` are parts of config.json, the one about text first."""
+    for part in sections:
+        for key in _KEYS:
+            if found := token_count(part.get(key)):
+                return _scaled(found, part)
+    return 0
+
+
+def _scaled(tokens: int, config: Mapping[str, Any]) -> int:
+    """The positions that a scaled RoPE reaches; Gemma 3 counts them scaled, unlike others."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, dict) or str(config.get("model_type")).startswith("gemma3"):
+        return tokens
+    factor = rope.get("factor")
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind not in _SCALED_ROPES or not isinstance(factor, int | float):
+        return tokens
+    original = token_count(rope.get("original_max_position_embeddings")) or tokens
+    return max(tokens, int(original * factor))
+
+
+def token_count(value: object) -> int:
+    """Read a number of positions; 0 for anything that is none."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return value if 0 < value < _MOST_TOKENS else 0

@@ -57,6 +57,10 @@ class FakeModel:
         self.next_engine: Callable[[], FakeEngine] | None = None
         self.losses: list[str] = []
 
+    @property
+    def folder(self) -> None:
+        return None
+
     def waits_for(self) -> str:
         return ""
 

@@ -475,3 +475,15 @@ async def test_control_the_guard_sees_what_blocks(tmp_path):
     with pytest.raises(BlockingError, match="mkdir"):
         SocketFolder(tmp_path)
     await asyncio.to_thread(SocketFolder, tmp_path)
+
+
+async def test_a_prompt_that_is_too_long_is_refused_before_its_model_loads(folder):
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    model = ToyModel(folder, state=ModelState.UNLOADED)
+    async with serving(model) as served:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await served.openai.chat.completions.create(
+                model="toy", messages=[{"role": "user", "content": "hello " * 100}]
+            )
+        assert caught.value.code == "context_length_exceeded"
+        assert "holds 64 tokens" in caught.value.message

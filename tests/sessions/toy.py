@@ -75,6 +75,10 @@ class HashServedModel:
     cache_length_violations: int = 0
     position_violations: int = 0
 
+    @property
+    def folder(self) -> None:
+        return None
+
     def waits_for(self) -> str:
         return ""
 

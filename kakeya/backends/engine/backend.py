@@ -69,6 +69,11 @@ class EngineBackend(EngineLife):
     ) -> None:
         await self.aclose()
 
+    @property
+    def folder(self) -> Path | None:
+        """None before the first load; see `ServedModel`."""
+        return Path(self.facts.model_path) if self.facts else None
+
     def waits_for(self) -> str:
         """See `ServedModel`."""
         return f"loading {self.model_id}, {self.progress.describe()}" if self.progress else ""
