@@ -16,6 +16,7 @@ from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.decoding.processors.processors import LogitProcessors
 from kakeya.generation.facts import ModelFacts
+from kakeya.generation.frames import TokenLogprob
 from kakeya.generation.request import Sampling
 
 CHUNK_LIMIT_S = 0.15
@@ -131,8 +132,13 @@ class SequenceState(Protocol):
         """Bytes of KV."""
         ...
 
-    def select_with(self, sampling: Sampling, processors: LogitProcessors | None = None) -> None:
-        """Choose tokens this way from now on.
+    def select_with(
+        self,
+        sampling: Sampling,
+        processors: LogitProcessors | None = None,
+        top_logprobs: int | None = None,
+    ) -> None:
+        """Choose tokens this way from now on, and keep log probabilities, as a request asks.
 
         The caller extends `processors` by each token that it commits. A step that is launched, or
         logits that are given, get the edit of the next position; a block those behind its tokens.
@@ -162,6 +168,11 @@ class SequenceState(Protocol):
     def selected_from(self, logits: bytes) -> int:
         """The token that a step with these logits (of `take_logits`) selects next; nothing is
         computed but the choice."""
+        ...
+
+    def take_logprobs(self, count: int) -> list[TokenLogprob]:
+        """Those of the first `count` tokens that were selected and read since the last call, in
+        order; the others are forgotten. Empty where none are kept."""
         ...
 
     def collect(self) -> int:

@@ -4,12 +4,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import mlx.core as mx
 
 from kakeya.decoding.draft.sampling import noise_key
 from kakeya.decoding.processors.edits import WORD_BITS, LogitEdit, TokenEdits, Words
+from kakeya.generation.frames import TokenLogprob
 from kakeya.generation.request import Sampling
+
+
+class RowLogprobs:
+    """The log probability of a selected token, and the most likely ones, unread.
+
+    Of the logits as the model gave them. A row at a time: a sum over one row has the same bits
+    whatever is beside it. Shapes: logits [1, V], selected [1].
+    """
+
+    __slots__ = ("_likely", "_own", "_top")
+
+    def __init__(self, logits: mx.array, selected: mx.array, top: int) -> None:
+        logits = logits.astype(mx.float32)
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        self._own = mx.take_along_axis(logs, selected[:, None], axis=-1)
+        self._top: mx.array | None = None
+        self._likely: mx.array | None = None
+        if top > 0:
+            top = min(top, logs.shape[-1])
+            self._top = mx.argpartition(-logs, kth=top - 1, axis=-1)[:, :top]
+            self._likely = mx.take_along_axis(logs, self._top, axis=-1)
+
+    def arrays(self) -> list[mx.array]:
+        """What has to be computed for it."""
+        return [each for each in (self._own, self._top, self._likely) if each is not None]
+
+    def read(self) -> TokenLogprob:
+        """Wait for it."""
+        own = cast("list[list[float]]", self._own.tolist())[0][0]
+        if self._top is None or self._likely is None:
+            return TokenLogprob(logprob=own)
+        ids = cast("list[list[int]]", self._top.tolist())[0]
+        values = cast("list[list[float]]", self._likely.tolist())[0]
+        pairs = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        return TokenLogprob(logprob=own, top=tuple(pairs))
+
+
+def logprobs_of(
+    logits: mx.array, selected: mx.array, tops: Sequence[int | None]
+) -> dict[int, RowLogprobs]:
+    """Those of the rows that want some, by their places.
+
+    `tops` say how many of the most likely tokens each row wants, None = no log probability at all.
+    Shapes: logits [B, V], selected [B].
+    """
+    return {
+        at: RowLogprobs(logits[at : at + 1], selected[at : at + 1], top)
+        for at, top in enumerate(tops)
+        if top is not None
+    }
 
 
 def edited(logits: mx.array, edits: Sequence[LogitEdit]) -> mx.array:

@@ -14,7 +14,7 @@ with a tail that can be trimmed, which only some cache classes allow and only at
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -30,6 +30,7 @@ from mlx_lm.models.cache import (
 from kakeya.core.errors import InvariantBroken
 from kakeya.decoding.processors.processors import LogitProcessors
 from kakeya.engine.model import KvView
+from kakeya.generation.frames import TokenLogprob
 from kakeya.generation.request import Sampling
 from kakeya.mlx.batch.slabs import PlacedKV, Seat, leave
 from kakeya.mlx.device import ends_with_device
@@ -37,7 +38,7 @@ from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.kv.blocks import KvBlocks, Rings
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import row_slots
-from kakeya.mlx.selection import edited, select
+from kakeya.mlx.selection import RowLogprobs, edited, logprobs_of, select
 
 _GROWING = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 _FREELY_TRIMMABLE = (*_GROWING, PlacedKV)
@@ -45,13 +46,20 @@ UNBOUNDED_ROWS = 1 << 30
 
 
 class LaunchedStep:
-    """A launched step of one or many rows. Shape: selected [B] int32."""
+    """A launched step of one or many rows; `logprobs` of those that want them, by their places.
+    Shape: selected [B] int32."""
 
-    __slots__ = ("_tokens", "selected")
+    __slots__ = ("_tokens", "logprobs", "selected")
 
-    def __init__(self, selected: mx.array) -> None:
+    def __init__(self, selected: mx.array, logprobs: Mapping[int, RowLogprobs]) -> None:
         self.selected = selected
+        self.logprobs = logprobs
         self._tokens: list[int] | None = None
+
+    def begin(self) -> None:
+        """Begin to compute it."""
+        others = [array for row in self.logprobs.values() for array in row.arrays()]
+        mx.async_eval(self.selected, *others)  # type: ignore[no-untyped-call]
 
     def tokens(self) -> list[int]:
         """Wait for it; all rows are read at once."""
@@ -93,6 +101,8 @@ class MlxVerifier:
         self._logits: mx.array | None = None
         self._sampling = Sampling()
         self._processors: LogitProcessors | None = None
+        self._top_logprobs: int | None = None
+        self._told: list[TokenLogprob] = []
         self._slot = 0
         self._slots: mx.array | None = None
 
@@ -130,9 +140,27 @@ class MlxVerifier:
         """Bytes that one more token takes, by the layers' arrays; 0 before the first token."""
         return sum(_nbytes_per_token(layer) for layer in self._cache)
 
-    def select_with(self, sampling: Sampling, processors: LogitProcessors | None = None) -> None:
+    def select_with(
+        self,
+        sampling: Sampling,
+        processors: LogitProcessors | None = None,
+        top_logprobs: int | None = None,
+    ) -> None:
         """Choose tokens this way from now on."""
         self._sampling, self._processors = sampling, processors
+        self._top_logprobs = top_logprobs
+        self._told.clear()
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many of the most likely tokens are told with a token; None = no log probabilities."""
+        return self._top_logprobs
+
+    def take_logprobs(self, count: int) -> list[TokenLogprob]:
+        """Those of the first `count` tokens since the last call; the others are forgotten."""
+        told = self._told[:count]
+        self._told.clear()
+        return told
 
     def edited(self, logits: mx.array, ahead: Sequence[int] = ()) -> mx.array:
         """The logits that its processors leave. Shape: [1 + len(ahead), V]."""
@@ -161,8 +189,9 @@ class MlxVerifier:
         row = self.next_row() if token is None else mx.array([token], dtype=mx.int32)
         logits = self.step(row)
         selected = self._select(logits, first_position=self._length)
-        mx.async_eval(selected)  # type: ignore[no-untyped-call]
-        self._flight.append(Landing(LaunchedStep(selected), 0))
+        flight = LaunchedStep(selected, logprobs_of(logits, selected, [self._top_logprobs]))
+        flight.begin()
+        self._flight.append(Landing(flight, 0))
         if keeps_logits:
             self._logits = logits
 
@@ -176,7 +205,11 @@ class MlxVerifier:
     def selected_from(self, logits: bytes) -> int:
         """The token that a step with these logits selects."""
         row = mx.array(np.frombuffer(logits, "<f4"))[None]
-        return cast("int", self._select(row, first_position=self._length + 1).item())
+        selected = self._select(row, first_position=self._length + 1)
+        self._told += [
+            each.read() for each in logprobs_of(row, selected, [self._top_logprobs]).values()
+        ]
+        return cast("int", selected.item())
 
     def next_row(self) -> mx.array:
         """The token that the newest launched step selects, unread. Shape: [1] int32."""
@@ -208,7 +241,11 @@ class MlxVerifier:
 
     def collect(self) -> int:
         """Wait for the oldest launched step; return the token that it selected."""
-        return self._flight.popleft().token()
+        landing = self._flight.popleft()
+        token = landing.token()
+        if (logprobs := landing.flight.logprobs.get(landing.place)) is not None:
+            self._told.append(logprobs.read())
+        return token
 
     def in_flight(self) -> int:
         """Steps launched and not collected."""
@@ -220,6 +257,8 @@ class MlxVerifier:
         logits = self._model.forward(_rows(tokens), self._cache, self._slots)[0]
         selected = self._select(logits, self._length + 1, tokens[1:])
         self._length += len(tokens)
+        rows = logprobs_of(logits, selected, [self._top_logprobs] * len(tokens))
+        self._told += [row.read() for row in rows.values()]
         return cast("list[int]", selected.tolist())
 
     def verifiable_rows(self) -> int:

@@ -11,7 +11,7 @@ from kakeya.engine.adapters.pages import ReadAdapter
 from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools
-from kakeya.generation.frames import Done, EngineFrame, Tokens
+from kakeya.generation.frames import Done, EngineFrame, TokenLogprob, Tokens
 from kakeya.generation.request import DecodeJob
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
@@ -30,12 +30,14 @@ class Answer:
 
     after: Callable[[int], None] = lambda count: None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     done: Done | None = None
     error: KakeyaError | None = None
 
     def put(self, frame: EngineFrame) -> None:
         if isinstance(frame, Tokens):
             self.tokens += frame.token_ids
+            self.logprobs += frame.logprobs
             self.after(len(self.tokens))
         elif isinstance(frame, Done):
             self.done = frame

@@ -21,6 +21,7 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import pack_ids, unpack_ids
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.engine.model import DeviceLost, KvView, LoadedFacts, MemoryUse
+from kakeya.generation.frames import TokenLogprob
 from kakeya.generation.request import Sampling
 from kakeya.node.engine_main import main
 
@@ -49,7 +50,12 @@ class ToyState:
     def nbytes(self) -> int:
         return self.length
 
-    def select_with(self, sampling: Sampling, processors: object = None) -> None:
+    def take_logprobs(self, count: int) -> list[TokenLogprob]:
+        return []
+
+    def select_with(
+        self, sampling: Sampling, processors: object = None, top_logprobs: int | None = None
+    ) -> None:
         return None
 
     def adapt(self, slot: int) -> None:

@@ -10,7 +10,7 @@ from kakeya.decoding.processors.grammar import GrammarMatcher
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.steps.drafting import RemoteBooks
 from kakeya.engine.steps.sequence import SequenceRun, SequenceTools, Violations
-from kakeya.generation.frames import Done, EngineFrame, Tokens
+from kakeya.generation.frames import Done, EngineFrame, TokenLogprob, Tokens
 from kakeya.generation.request import DecodeJob
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
@@ -55,6 +55,11 @@ def matcher_of(tools: SequenceTools, job: DecodeJob) -> GrammarMatcher | None:
         return None
     assert tools.grammars is not None
     return tools.grammars.matcher(job.grammar)
+
+
+def logprobs_in(run: SequenceRun) -> list[TokenLogprob]:
+    """Those of all tokens of a run."""
+    return [each for f in run.frames() if isinstance(f, Tokens) for each in f.logprobs]
 
 
 def tools(*, eager: bool = True, kv_bytes: int = 1 << 30, rows: int = 8) -> SequenceTools:

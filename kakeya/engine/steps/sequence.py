@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kakeya.core.errors import InvariantBroken, NotFound, Unsupported
+from kakeya.core.errors import InvariantBroken, NotFound
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.draft.decoder import Commit, Decoding
 from kakeya.decoding.draft.proposer import Draft
@@ -108,7 +108,6 @@ class SequenceRun:
         """`grammar` follows that of the job, and is at its beginning."""
         facts = model.facts
         job.check(facts.vocab_size, facts.context_tokens)
-        _refuse_unhonoured(job)
         self._tools = tools
         self._job = job
         self._decoding = Decoding(
@@ -124,7 +123,7 @@ class SequenceRun:
             content = self._adapter.content if self._adapter else ""
             self._prompt = Prompt(model, tools.slots, job, self._decoding.history, content)
             self.state = self._prompt.state
-            self.state.select_with(job.sampling, self._processors)
+            self.state.select_with(job.sampling, self._processors, job.top_logprobs)
             self.state.adapt(self._adapter.slot if self._adapter else 0)
             # Last: `finish` and `abandon`, which close its books, need the other fields.
             self._drafting = Drafting(
@@ -179,7 +178,7 @@ class SequenceRun:
                 self._tools.controller.observe_forward(comparable_rows, now - self._mark_s)
             self._mark_s = now
             self._check_length()
-            yield Tokens(token_ids=tokens)
+            yield self._told(tokens)
         done = self._done(timer() - started)
         self.finish()
         yield done
@@ -230,7 +229,7 @@ class SequenceRun:
         if is_known:
             known = self.state.selected_from(self._job.offer.logits)
             self._commit((), (known,))
-            yield Tokens(token_ids=(known,))
+            yield self._told((known,))
             if self._decoding.finish is not None:
                 return
         keeps_logits = self._job.offer.wants_logits and self._prompt.is_exact and not is_known
@@ -241,8 +240,9 @@ class SequenceRun:
             self._commit((), (token,))
         self._check_length()
         if is_known:
+            self.state.take_logprobs(0)  # of the token that was told before
             return
-        yield Tokens(token_ids=(token,))
+        yield self._told((token,))
         if keeps_logits and (logits := self.state.take_logits()):
             yield HistoryLogits(logits=logits)
 
@@ -331,6 +331,10 @@ class SequenceRun:
             self._processors.extend(commit.tokens)
         return commit
 
+    def _told(self, tokens: tuple[int, ...]) -> Tokens:
+        """The frame of tokens that were just committed."""
+        return Tokens(token_ids=tokens, logprobs=tuple(self.state.take_logprobs(len(tokens))))
+
     def _score(self, draft: Draft, offered: int, accepted: int) -> None:
         """Count a draft of which `offered` leading tokens met the verifier's own."""
         self._drafted += len(draft.tokens)
@@ -369,14 +373,6 @@ class SequenceRun:
             sources=self._drafting.tallies(),
         )
         return Done(reason=finish, usage=usage)
-
-
-def _refuse_unhonoured(job: DecodeJob) -> None:
-    """Raise Unsupported for a parameter that no step here goes by."""
-    asked = {"top_logprobs": job.top_logprobs is not None}
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise Unsupported(f"this engine does not support {name}; leave it out", param=name)
 
 
 def _enter(tools: SequenceTools, adapter_id: str) -> SlottedAdapter | None:

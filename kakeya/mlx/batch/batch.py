@@ -41,7 +41,7 @@ from kakeya.mlx.lora import row_slots
 from kakeya.mlx.numerics.attention import attend_far, is_far
 from kakeya.mlx.numerics.bits import ROUNDING, share_off
 from kakeya.mlx.numerics.grid import is_cpu, sums_alike
-from kakeya.mlx.selection import select
+from kakeya.mlx.selection import logprobs_of, select
 from kakeya.mlx.verifier import Landing, LaunchedStep, MlxVerifier
 
 _Found = TypeVar("_Found")
@@ -74,12 +74,13 @@ def launch_together(
     try:
         logits = forward_together(model, states, _inputs(states, tokens))
         selected = _select(logits, states, lengths)
-        mx.async_eval(selected)  # type: ignore[no-untyped-call]
+        tops = [state.top_logprobs for state in states]
+        flight = LaunchedStep(selected, logprobs_of(logits, selected, tops))
+        flight.begin()
     except Exception:
         for state, length in zip(states, lengths, strict=True):
             _restore(state.cache, length)
         raise
-    flight = LaunchedStep(selected)
     for index, state in enumerate(states):
         state.launched(Landing(flight, index))
 

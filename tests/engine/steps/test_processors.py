@@ -10,19 +10,23 @@ import json
 from dataclasses import replace
 
 import jsonschema
+import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kakeya.decoding.processors.grammar import Grammars
-from kakeya.generation.frames import StopReason
+from kakeya.engine.steps.sequence import SequenceRun
+from kakeya.generation.frames import EngineFrame, HistoryLogits, StopReason, Tokens
+from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeJob, DraftSource, Sampling
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
 from tests.decoding.processors.schemas import SCHEMAS, Schema, grammar_of
-from tests.engine.rig import Rig, tools
+from tests.engine.rig import Rig, logprobs_in, matcher_of, tools
 from tests.engine.test_batch import run_together
 from tests.laws import law
 
@@ -114,6 +118,54 @@ def test_rows_with_and_without_processors_share_forwards(rig: Rig, todo, schemas
     alone = [rig.run(job)[0] for job in jobs]
     answers = run_together(rig, rig.model, jobs)
     assert [answer.tokens for answer in answers] == alone
+
+
+@given(
+    job=JOBS,
+    schema=st.none() | SCHEMAS,
+    top=st.sampled_from([0, 1, 20]),
+    others=st.lists(JOBS, max_size=2),
+)
+@law(60)
+def test_log_probabilities_are_the_models_own_however_they_were_computed(
+    rig: Rig, job: DecodeJob, schema: Schema | None, top: int, others: list[DecodeJob]
+):
+    job = replace(job, top_logprobs=top, grammar="" if schema is None else grammar_of(schema))
+    grammar = matcher_of(rig.tools, job)
+    told = logprobs_in(SequenceRun(rig.model, rig.tools, job, grammar))
+    tokens, _ = rig.run(job)
+    assert len(told) == len(tokens)
+    drafted = replace(job, draft_sources=NGRAM)
+    grammar = matcher_of(rig.tools, job)
+    assert logprobs_in(SequenceRun(rig.model, rig.tools, drafted, grammar)) == told
+    first, *_ = run_together(rig, rig.model, [job, *others])
+    assert first.logprobs == told
+    state = rig.model.open()
+    logits = state.step(mx.array([job.token_ids[0]]))
+    for token in [*job.token_ids[1:], *tokens]:
+        logits = mx.concatenate([logits, state.step(mx.array([token]))])
+    logs = np.array(logits.astype(mx.float32))[len(job.token_ids) - 1 : -1]
+    logs = logs - np.log(np.exp(logs).sum(axis=-1, keepdims=True))
+    for row, token, each in zip(logs, tokens, told, strict=True):
+        assert each.logprob == pytest.approx(row[token], abs=1e-3)
+        assert [value for _, value in each.top] == pytest.approx(np.sort(row)[::-1][:top], abs=1e-3)
+        assert all(row[token] == pytest.approx(value, abs=1e-3) for token, value in each.top)
+
+
+@given(job=JOBS, schema=st.none() | SCHEMAS)
+@law(60)
+def test_a_first_token_from_known_logits_is_the_same(rig: Rig, job: DecodeJob, schema):
+    grammar = "" if schema is None else grammar_of(schema)
+    job = replace(job, top_logprobs=2, grammar=grammar, offer=KvOffer(wants_logits=True))
+
+    def frames(job: DecodeJob) -> list[EngineFrame]:
+        run = SequenceRun(rig.model, rig.tools, job, matcher_of(rig.tools, job))
+        return [frame for frame in run.frames() if isinstance(frame, Tokens | HistoryLogits)]
+
+    first, *others = frames(job)
+    [logits] = [frame.logits for frame in others if isinstance(frame, HistoryLogits)]
+    others = [frame for frame in others if isinstance(frame, Tokens)]
+    assert frames(replace(job, offer=KvOffer(logits=logits))) == [first, *others]
 
 
 def test_penalties_and_biases_change_the_answer(rig: Rig) -> None:
