@@ -33,6 +33,7 @@ from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.body import parse_body
 from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm, read_body
 from kakeya.gateway.http.edge import send_json, stopping
+from kakeya.gateway.http.receipt import moved_of, note_moved
 from kakeya.gateway.http.request_ids import answer_id
 from kakeya.gateway.openai.messages import call_of
 from kakeya.gateway.openai.reply import compact
@@ -45,6 +46,7 @@ from kakeya.gateway.request import (
     ModelNotFound,
     Request,
 )
+from kakeya.gateway.session_hint import cache_use, session_of
 from kakeya.generation.cuts import marked
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.fair_bound import FairBound
@@ -54,6 +56,7 @@ from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.generation.retention import Retention
 from kakeya.prefix.seam import Precache, PrefixClaim
 from kakeya.text.bound import TooManyTokens
+from kakeya.text.changing_lines import move_changing_lines
 from kakeya.text.chat import Message
 from kakeya.text.folder import read_config, stated_context
 from kakeya.text.prefix import encode_ahead
@@ -160,13 +163,24 @@ class Generations:
         finally:
             self._metrics.running.set(self._crowd.total)
 
+    def settled(self, asked: Request, session: str, scope: Scope) -> Request:
+        """A request without lines that change each time at its front, and with the keys of its
+        conversation; `session` is the one that its client named. Raises InvalidArgument."""
+        use = cache_use(asked, Headers(scope=scope), session)
+        asked = replace(asked, params=replace(asked.params, cache=use))
+        if not isinstance(asked, ChatRequest):
+            return asked
+        chat, moved = move_changing_lines(asked.chat, self._precache.moved_kinds)
+        note_moved(scope, moved)
+        return replace(asked, chat=chat)
+
     async def prepare(
-        self, reply: Reply, model: ServedModel, scope: Scope
+        self, reply: Reply, asked: Request, model: ServedModel, scope: Scope
     ) -> Sequence[HttpGeneration]:
         """Wait for the model, write the prompts in ids, check what only the model can tell, and
-        set the head of the reply. Returns a generation for each answer."""
+        set the head of the reply. Returns a generation for each answer to `asked`, the reply's
+        request once it is settled."""
         began_mono = self._clock.mono()
-        asked = reply.asked
         deadline_s = asked.params.deadline_s
         ready_s = self.limits.ready_s
         if model.state is not ModelState.READY:
@@ -201,6 +215,7 @@ class Generations:
             model=model.model_id,
             prompt_tokens=prompt_tokens,
             fingerprint=system_fingerprint(facts),
+            moved=moved_of(scope),
         )
         return jobs
 
@@ -406,15 +421,18 @@ class GenerationRoute:
         generations = self._generations
         body = await read_body(scope, receive, generations.limits)
         headers = Headers(scope=scope)
-        reply = await parse_body(body, lambda parsed: self._dialect(parsed, headers))
-        params = reply.asked.params
+        reply, session = await parse_body(
+            body, lambda parsed: (self._dialect(parsed, headers), session_of(parsed, headers))
+        )
+        asked = generations.settled(reply.asked, session, scope)
+        params = asked.params
         caller = client_of(scope)
         model = generations.find(params.model, caller)
         with generations.admitted(share_of(caller, scope), params.user):
             async with generations.connection(
                 receive, send, model.waits_for, reply if params.stream else None
             ) as client:
-                prepared = generations.prepare(reply, model, scope)
+                prepared = generations.prepare(reply, asked, model, scope)
                 if params.stream:
                     await self._stream(reply, prepared, client)
                 else:

@@ -4,7 +4,7 @@
     messages | prompt   the beginning of later requests; messages that end with the user's are a
                         whole request, other messages end where the user's next message begins
     tools               tools that a chat template shows the model beside the messages
-    conversation_id, prompt_cache_key
+    conversation_id, prompt_segments, prefix_hash, prompt_cache_key
                         the requests that it is for, as these will name themselves
     retention           "short" (default) | "long" | "extended" (default with pin): for how long
                         the prefix is kept
@@ -27,7 +27,7 @@ from kakeya.gateway.generation import Generations, client_of
 from kakeya.gateway.http.body import flag, parse_body, shown
 from kakeya.gateway.http.connection import read_body
 from kakeya.gateway.http.edge import send_json
-from kakeya.gateway.openai.cache_params import read_keys, retention
+from kakeya.gateway.openai.cache_params import KEY_PARAMS, read_keys, retention
 from kakeya.gateway.openai.messages import parse_messages
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.requests import parse_model, parse_prompts
@@ -45,15 +45,13 @@ from kakeya.prefix.seam import (
     warmed_for,
 )
 from kakeya.text.bound import TooManyTokens
+from kakeya.text.changing_lines import move_changing_lines
 from kakeya.text.chat import Chat, Message, Tool
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long
 from kakeya.text.text import Texts
 
-_FIELDS = frozenset(
-    {"model", "messages", "prompt", "tools", "conversation_id", "prompt_cache_key"}
-    | {"retention", "pin"}
-)
+_FIELDS = frozenset({"model", "messages", "prompt", "tools", "retention", "pin"} | KEY_PARAMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +143,11 @@ class PrecacheRoute:
         at_most = most_prompt_tokens(facts)
         if asked.messages:
             try:
-                chat = Chat(messages=asked.messages, tools=asked.tools)
+                chat, _ = move_changing_lines(
+                    Chat(messages=asked.messages, tools=asked.tools),
+                    self._precache.moved_kinds,
+                    is_prefix=True,
+                )
                 token_ids: Sequence[int] = await encode_ahead(model, chat, at_most=at_most)
             except TooManyTokens as fault:
                 raise too_long(f"at least {fault.least_tokens}", facts) from None

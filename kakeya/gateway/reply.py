@@ -25,7 +25,8 @@ class AnswerHead:
     """What is known of an answer before its first token.
 
     `prompt_tokens` are those of all prompts. `created_at` is in seconds of the wall clock.
-    `fingerprint` names the weights and the numerics that compute it.
+    `fingerprint` names the weights and the numerics that compute it. `moved` are the kinds of lines
+    that were taken out of the way of the prefix cache.
     """
 
     answer_id: str
@@ -33,6 +34,7 @@ class AnswerHead:
     model: str
     prompt_tokens: int
     fingerprint: str = ""
+    moved: tuple[str, ...] = ()
 
 
 class Reply(Protocol):

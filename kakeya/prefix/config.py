@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kakeya.core.settings import folder, megabytes, number, setting, switch, text, whole
+from kakeya.core.settings import (
+    Several,
+    folder,
+    megabytes,
+    number,
+    one_of,
+    setting,
+    switch,
+    text,
+    whole,
+)
 from kakeya.core.units import MIB
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt, parse_prompts
+from kakeya.text.changing_lines import ChangingLine
 
 KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S = 30.0, 60.0
 """Shorter periods bring nothing: a smaller value is raised to these."""
@@ -38,6 +49,12 @@ class PrecacheConfig:
     )
     sweep_s: float = setting(
         "the time between two checks of idle conversations", number(0, 86400, "seconds"), 300.0
+    )
+    move_lines: tuple[ChangingLine, ...] = setting(
+        "the kinds of lines, another with every request, that are moved from the front of a system "
+        "text; []: none",
+        Several(one_of(*ChangingLine)),
+        tuple(ChangingLine),
     )
     peers: bool = setting("exchange blocks of KV with peers", switch, True)
     key_file: Path | None = setting(

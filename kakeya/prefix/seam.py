@@ -7,7 +7,7 @@ change speed alone, so calls raise only for invalid arguments.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -17,6 +17,7 @@ from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.model import ServedModel
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
+from kakeya.text.changing_lines import ALL_KINDS, ChangingLine
 
 CONVERSATION, SEGMENTS, PREFIX, CACHE_KEY, RETENTION = (
     "x-kakeya-conversation",
@@ -75,6 +76,11 @@ class Wiped:
 class Precache(Protocol):
     """The prefixes that a node keeps warm."""
 
+    @property
+    def moved_kinds(self) -> Collection[ChangingLine]:
+        """The kinds of lines that are moved out of the way of the cache."""
+        ...
+
     def kv_key(self, claim: PrefixClaim) -> str:
         """Name the KV that a generation continues and leaves; "" = none, content decides."""
         ...
@@ -96,6 +102,9 @@ class Precache(Protocol):
 
 class NoPrecache:
     """A node that keeps no prefixes."""
+
+    moved_kinds: Collection[ChangingLine] = ALL_KINDS
+    """As where prefixes are kept: a prompt does not depend on that."""
 
     def kv_key(self, claim: PrefixClaim) -> str:
         """None."""

@@ -14,7 +14,15 @@ from kakeya.generation.facts import ModelState
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
-from kakeya.prefix.seam import CacheUse, PrefixClaim, TokenSource, Warmed, WarmOutcome, WarmReport
+from kakeya.prefix.seam import (
+    CacheUse,
+    NoPrecache,
+    PrefixClaim,
+    TokenSource,
+    Warmed,
+    WarmOutcome,
+    WarmReport,
+)
 from kakeya.text.prefix import encode_prefix
 from kakeya.text.template import ChatTemplate
 from kakeya.text.text import TextModel
@@ -34,7 +42,7 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + THINKING
 
 
 @dataclass
-class Recorded:
+class Recorded(NoPrecache):
     """A `Precache` that has no time for anything but to write it down."""
 
     ended: list[tuple[PrefixClaim, TokenSource]] = field(default_factory=list)

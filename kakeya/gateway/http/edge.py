@@ -36,6 +36,7 @@ from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck, Forbidden
 from kakeya.gateway.http.cors import cors_headers, is_preflight, preflight_headers
+from kakeya.gateway.http.receipt import receipt_headers
 from kakeya.gateway.http.request_ids import (
     client_request_id,
     id_headers,
@@ -213,7 +214,7 @@ class Edge:
 
     def _headers(self, scope: Scope) -> dict[str, str]:
         """The headers of every answer to a request, which an answer's own ones replace."""
-        headers = id_headers(scope)
+        headers = id_headers(scope) | receipt_headers(scope)
         if scope["method"] == "POST":
             headers |= self._metrics.rate_headers()
         return headers | cors_headers(scope) if self._is_listed(scope) else headers

@@ -10,8 +10,9 @@ Beside OpenAI's fields, `usage` carries ours under `kakeya`:
     drafted, verified, accepted
                              draft tokens that were made, that the verifier looked at, that it kept
     sources                  the same for each draft source, by name
+    moved                    kinds of lines that were taken out of the way of the prefix cache
 
-`usage.kakeya` is absent when a stop string ended the answer, since the engine then gives no
+All but `moved` is absent when a stop string ended the answer, since the engine then gives no
 account, and for several answers to one request.
 """
 
@@ -108,7 +109,8 @@ class _ChunkReply(Generic[_Asked]):
     def _usage(self, answers: Sequence[GeneratedAnswer]) -> dict[str, object]:
         first = answers[:: self.asked.params.rows]  # the others begin with what it computed
         cached = sum(one.cached_tokens for one in first)
-        return {"usage": usage_body(answers, self.head.prompt_tokens, cached)}
+        usage = usage_body(answers, self.head.prompt_tokens, cached)
+        return {"usage": with_moved(usage, self.head)}
 
     def part(self, answer: GeneratedAnswer, part: Part) -> bytes:
         """A chunk."""
@@ -255,6 +257,15 @@ def usage_body(
     if len(answers) == 1 and answers[0].usage is not None:
         body["kakeya"] = account(answers[0].usage)
     return body
+
+
+def with_moved(usage: dict[str, object], head: AnswerHead) -> dict[str, object]:
+    """The `usage` object, and under `kakeya` the lines that were moved, if any were."""
+    if not head.moved:
+        return usage
+    told = usage.get("kakeya")
+    own = dict(told) if isinstance(told, dict) else {}
+    return {**usage, "kakeya": {**own, "moved": list(head.moved)}}
 
 
 def account(usage: Usage) -> dict[str, object]:

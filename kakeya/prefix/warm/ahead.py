@@ -20,7 +20,7 @@ import functools
 import hashlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
@@ -57,6 +57,7 @@ from kakeya.prefix.warm.slots import (
     slot_key,
 )
 from kakeya.prefix.warm.warming import Kind, Prefix, WarmSource
+from kakeya.text.changing_lines import ChangingLine, move_changing_lines
 from kakeya.text.chat import Chat
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import most_prompt_tokens
@@ -113,6 +114,7 @@ class NodePrecache:
         rng: random.Random,
     ) -> None:
         self._config = config
+        self.moved_kinds: Collection[ChangingLine] = config.move_lines
         self._wipe = wipe
         self._models = models
         self.texts = texts
@@ -331,6 +333,7 @@ class NodePrecache:
         messages = tuple({"role": role, "content": content} for role, content in said.messages)
         at_most = most_prompt_tokens(facts)
         chat = Chat(messages=messages, tools=tuple(said.tools))
+        chat, _ = move_changing_lines(chat, self.moved_kinds, is_prefix=True)
         tokens = await encode_ahead(text, chat, at_most=at_most)
         if len(tokens) > at_most:
             raise InvalidArgument(
