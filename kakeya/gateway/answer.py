@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, assert_never
 
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, TokenLogprob, Tokens, Usage
@@ -79,8 +80,7 @@ class GeneratedAnswer:
         self.cached_tokens = 0
         self.usage: Usage | None = None
         self.calls: list[ToolCall] = []
-        self._said: list[str] = []
-        self._thought: list[str] = []
+        self._parts: list[Part] = []
         self._logprobs: list[ShownLogprob] = []
 
     @property
@@ -91,12 +91,24 @@ class GeneratedAnswer:
     @property
     def text(self) -> str:
         """The answer, without thoughts and calls."""
-        return "".join(self._said)
+        return "".join(part.text for part in self._parts if isinstance(part, Said))
 
     @property
     def thoughts(self) -> str:
         """The thoughts before and between the text."""
-        return "".join(self._thought)
+        return "".join(part.text for part in self._parts if isinstance(part, Thought))
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The parts so far, in their order; neighbours of one kind of text are one."""
+        whole: list[Part] = []
+        for kind, found in groupby(self._parts, type):
+            if kind is ToolCall:
+                whole += found
+            else:
+                text = "".join(part.text for part in found if not isinstance(part, ToolCall))
+                whole.append(Thought(text) if kind is Thought else Said(text))
+        return whole
 
     def take(self, frame: Frame) -> Sequence[Part]:
         """Take the next frame; returns the parts that it adds, none of them empty."""
@@ -127,8 +139,8 @@ class GeneratedAnswer:
             text = self._detokenizer.feed(token_ids[:-1] if is_stopped else token_ids)
             if not text:
                 return ()
-            self._said.append(text)
-            return (Said(text),)
+            self._parts.append(said := Said(text))
+            return (said,)
         parts: list[Part] = []
         # One by one: tokens that a step committed behind a stop string or the last call are no part
         # of the answer, and thoughts are counted.
@@ -158,11 +170,7 @@ class GeneratedAnswer:
         parts: list[Part] = []
         for one in found:
             match one:
-                case Said():
-                    self._said.append(one.text)
-                    parts.append(one)
-                case Thought():
-                    self._thought.append(one.text)
+                case Said() | Thought():
                     parts.append(one)
                 case Called():
                     if self._has_one_call and self.calls:
@@ -173,6 +181,7 @@ class GeneratedAnswer:
                     parts.append(call)
                     if self._has_one_call:
                         self.finish_reason = "tool_calls"
+        self._parts += parts
         return parts
 
     def _end(self, done: Done) -> Sequence[Part]:

@@ -4,6 +4,8 @@
     POST /v1/chat/completions            OpenAI chat, streamed or not
     POST /v1/completions                 OpenAI completions, streamed or not
     POST /v1/embeddings                  OpenAI embeddings
+    POST /v1/responses                   OpenAI Responses, streamed or not
+    GET, DELETE /v1/responses/{id}       a response that the node keeps
     POST /v1/precache                    warm a prefix before a request needs it
     GET  /                               two lines for a person: the version, where to read on
     GET  /healthz, /health               200 while the process lives
@@ -41,6 +43,8 @@ from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
 from kakeya.gateway.openai.embeddings import EmbeddingRoute
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
+from kakeya.gateway.openai.responses.requests import parse_response
+from kakeya.gateway.openai.responses.store import ResponseStore, StoredResponses
 from kakeya.gateway.precache import PrecacheRoute
 from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.model import (
@@ -53,6 +57,7 @@ from kakeya.generation.model import (
 from kakeya.generation.request import Sampling
 from kakeya.prefix.seam import NoPrecache, Precache
 from kakeya.text.text import TextModel, Texts
+from kakeya.wire.security import CLIENT_NAME
 
 
 def build_app(
@@ -71,6 +76,7 @@ def build_app(
     unready: Callable[[], str] = str,
     precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
     texts: Texts | None = None,
+    store_bytes: int = 0,
 ) -> Starlette:
     """Build the application.
 
@@ -80,6 +86,7 @@ def build_app(
     `figures` gives those of other floors per scrape; `proposers` are the configured models that
     only draft; `unready` says why the node as a whole does not serve now, "" while it does.
     `texts` are shared with other parts of the node; None = the application makes its own.
+    `store_bytes` are for responses that later requests can go on from; 0 = none is kept.
     """
     metrics = HttpMetrics(
         figures,
@@ -105,6 +112,7 @@ def build_app(
         proposers=proposers,
         unready=unready,
         metrics=metrics,
+        store=ResponseStore(most_bytes=store_bytes, mono=clock.mono),
         created_at=int(clock.wall()),
         embedding=EmbeddingRoute(Embeddings(directory, texts, metrics, limits), clock),
     )
@@ -142,6 +150,7 @@ class Gateway:
         proposers: Callable[[], Sequence[DraftModelState]],
         unready: Callable[[], str],
         metrics: HttpMetrics,
+        store: ResponseStore,
         created_at: int,
         embedding: EmbeddingRoute,
     ) -> None:
@@ -153,16 +162,25 @@ class Gateway:
         self._proposers = proposers
         self._unready = unready
         self._metrics = metrics
+        self._store = store
         self._created_at = created_at
 
     def routes(self) -> list[Route]:
         """The served paths."""
         chat = GenerationRoute(lambda body, _: parse_chat(body), self._generations)
         completion = GenerationRoute(lambda body, _: parse_completion(body), self._generations)
+        response = GenerationRoute(
+            lambda body, headers: parse_response(body, self._store, headers.get(CLIENT_NAME, "")),
+            self._generations,
+        )
+        stored = StoredResponses(self._store)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
             Route("/v1/embeddings", self._embedding, methods=["POST"]),
+            Route("/v1/responses", response, methods=["POST"]),
+            Route("/v1/responses/{response_id}", stored.show),
+            Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
             Route("/v1/precache", self._precache, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model_id:path}", self.describe_model),

@@ -307,6 +307,7 @@ class Agent:
             unready=lambda: self._health.reason() or self._pages.unready(),
             precache=self._precache,
             texts=self._precache.texts,
+            store_bytes=self._config.listen.http_store_bytes,
         )
         return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 

@@ -318,6 +318,7 @@ async def serving(
     unready: Callable[[], str] = str,
     precache: Precache = NoPrecache(),  # noqa: B008
     embedders: Sequence[ToyEmbedder] = (),
+    store_bytes: int = 0,
 ) -> AsyncIterator[Served]:
     app = build_app(
         Directory(*models, embedders=embedders),
@@ -332,6 +333,7 @@ async def serving(
         proposers=proposers,
         unready=unready,
         precache=precache,
+        store_bytes=store_bytes,
     )
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]

@@ -53,11 +53,7 @@ def parse_messages(value: object) -> tuple[tuple[Message, ...], bool]:
         if isinstance(entry.get(name), list)
     ]
     parts = sum(len(found) for found in lists)
-    for count, what, most in ((len(value), "messages", MAX_MESSAGES), (parts, "parts", MAX_PARTS)):
-        if count > most:
-            raise InvalidArgument(
-                f"messages holds {count} {what}; it may hold {most}", param="messages"
-            )
+    check_size("messages", messages=len(value), parts=parts)
     messages = tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
     for index, entry in enumerate(value):
         is_last_answer = index == len(value) - 1 and messages[index]["role"] == "assistant"
@@ -68,6 +64,13 @@ def parse_messages(value: object) -> tuple[tuple[Message, ...], bool]:
                 param=f"messages[{index}].prefix",
             )
     return messages, bool(value[-1].get("prefix"))
+
+
+def check_size(name: str, *, messages: int, parts: int) -> None:
+    """Refuse a conversation that is too long. Raises InvalidArgument naming the parameter."""
+    for count, what, most in ((messages, "messages", MAX_MESSAGES), (parts, "parts", MAX_PARTS)):
+        if count > most:
+            raise InvalidArgument(f"{name} holds {count} {what}; it may hold {most}", param=name)
 
 
 def _message(value: object, at: str) -> Message:
@@ -81,7 +84,7 @@ def _message(value: object, at: str) -> Message:
         refuse(f"{at}.role", given, f"one of {', '.join(_ROLES)}")
     role = _ROLES[given]
     may_lack = role in ("assistant", "tool")
-    content = _content(value.get("content"), f"{at}.content", may_lack=may_lack)
+    content = read_content(value.get("content"), f"{at}.content", may_lack=may_lack)
     message: dict[str, object] = {"role": role, "content": content}
     if role == "assistant":
         message |= _past(value, at)
@@ -123,12 +126,18 @@ def _call(value: object, at: str) -> dict[str, object]:
     if not isinstance(value, dict) or not isinstance(function, dict):
         refuse(at, value, 'a call like {"id": "...", "type": "function", "function": {...}}')
     name = text(function.get("name"), f"{at}.function.name")
-    call = call_of(value.get("id") or "", name, function.get("arguments"))
+    return read_call(value.get("id") or "", name, function.get("arguments"), at)
+
+
+def read_call(call_id: str, name: str, arguments: object, at: str) -> dict[str, object]:
+    """Read a call of an answer that was given earlier."""
+    call = call_of(call_id, name, arguments)
     cleaned: dict[str, object] = json.loads(text(json.dumps(call, ensure_ascii=False), at))
     return cleaned
 
 
-def _content(value: object, at: str, *, may_lack: bool) -> str:
+def read_content(value: object, at: str, *, may_lack: bool) -> str:
+    """Read a text, or a list of text parts as one. Raises InvalidArgument or Unsupported."""
     if isinstance(value, str):
         return text(value, at)
     if may_lack and (value is None or value == []):

@@ -52,7 +52,8 @@ COMPLETION_MAX_TOKENS = 16
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-def _is(*values: object) -> Callable[[object], bool]:
+def is_one_of(*values: object) -> Callable[[object], bool]:
+    """Whether a value is one of these; true is not 1."""
     return lambda given: any(type(given) is type(v) and given == v for v in values)
 
 
@@ -60,51 +61,58 @@ def _is_number(value: float) -> Callable[[object], bool]:
     return lambda given: type(given) in (int, float) and given == value
 
 
-def _is_object(given: object) -> bool:
+def is_object(given: object) -> bool:
+    """Whether a value is a JSON object."""
     return isinstance(given, dict)
 
 
 _NO_OPS: Mapping[str, Callable[[object], bool]] = {
-    "best_of": _is(1),
-    "echo": _is(False),
-    "suffix": _is(""),
-    "store": _is(False),
+    "best_of": is_one_of(1),
+    "echo": is_one_of(False),
+    "suffix": is_one_of(""),
+    "store": is_one_of(False),
     # A label of the request: never changes the output.
-    "metadata": _is_object,
-    "functions": _is([]),
-    "modalities": _is(["text"]),
-    "verbosity": _is("medium"),
-    "function_call": _is("none", "auto"),
+    "metadata": is_object,
+    "functions": is_one_of([]),
+    "modalities": is_one_of(["text"]),
+    "verbosity": is_one_of("medium"),
+    "function_call": is_one_of("none", "auto"),
     # The values at which llama.cpp's and vLLM's parameters do nothing.
     "typical_p": _is_number(1),
     "tfs_z": _is_number(1),
     "mirostat": _is_number(0),
-    "ignore_eos": _is(False),
-    "cache_prompt": _is(True),
-    "add_generation_prompt": _is(True),
-    "skip_special_tokens": _is(True),
+    "ignore_eos": is_one_of(False),
+    "cache_prompt": is_one_of(True),
+    "add_generation_prompt": is_one_of(True),
+    "skip_special_tokens": is_one_of(True),
 }
-_SHARED = frozenset(
-    {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "n"}
+GENERATION_PARAMS = frozenset(
+    {"model", "temperature", "top_p", "top_k", "seed", "stop", "stream", "logit_bias"}
     | {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "repeat_penalty"}
-    | {"logit_bias", "logprobs", "stream_options", "draft_policy", "deadline_s"}
+    | {"draft_policy", "deadline_s"}
     | CACHE_PARAMS
     | SHARE_PARAMS
 )
+"""Parameters of all routes that generate; `read_params` reads them."""
+TEMPLATE_PARAMS = frozenset({"enable_thinking", "thinking", "chat_template_kwargs"})
+_SHARED = GENERATION_PARAMS | {"max_tokens", "n", "logprobs", "stream_options"}
 _OF_CHATS = frozenset(
     {"messages", "max_completion_tokens", "top_logprobs", "response_format"}
     | {"tools", "tool_choice", "parallel_tool_calls"}
-    | {"reasoning_effort", "enable_thinking", "thinking", "chat_template_kwargs"}
+    | {"reasoning_effort"}
+    | TEMPLATE_PARAMS
 )
 
 
 def parse_chat(body: Mapping[str, object]) -> ChatReply:
     """Read a chat request. Raises InvalidArgument or Unsupported naming the parameter."""
-    _refuse_unknown(body, _SHARED | _OF_CHATS)
+    refuse_unknown(body, _SHARED | _OF_CHATS, _NO_OPS)
     messages, continues_last = parse_messages(body.get("messages"))
     tools = parse_tools(body.get("tools"))
     asked = ChatRequest(
-        params=_params(body, default_max_tokens=None, top_logprobs=_top_logprobs(body)),
+        params=read_params(
+            body, max_tokens=_max_tokens(body, None), top_logprobs=_top_logprobs(body)
+        ),
         chat=Chat(
             messages=messages,
             tools=tools,
@@ -119,11 +127,13 @@ def parse_chat(body: Mapping[str, object]) -> ChatReply:
 
 def parse_completion(body: Mapping[str, object]) -> CompletionReply:
     """Read a completion request. Raises InvalidArgument or Unsupported naming the parameter."""
-    _refuse_unknown(body, _SHARED | {"prompt"})
+    refuse_unknown(body, _SHARED | {"prompt"}, _NO_OPS)
     is_off = body.get("logprobs") is False
     top = None if is_off else integer(body, "logprobs", 0, MOST_TOP_LOGPROBS, default=None)
     asked = CompletionRequest(
-        params=_params(body, default_max_tokens=COMPLETION_MAX_TOKENS, top_logprobs=top),
+        params=read_params(
+            body, max_tokens=_max_tokens(body, COMPLETION_MAX_TOKENS), top_logprobs=top
+        ),
         prompts=parse_prompts(body.get("prompt")),
     )
     rows = asked.params.rows * len(asked.prompts)
@@ -186,12 +196,14 @@ def _prompt(value: object, at: str) -> str | tuple[int, ...]:
     return tuple(_token_id(entry, f"{at}[{index}]") for index, entry in enumerate(value))
 
 
-def _params(
-    body: Mapping[str, object], *, default_max_tokens: int | None, top_logprobs: int | None
+def read_params(
+    body: Mapping[str, object], *, max_tokens: int | None, top_logprobs: int | None = None
 ) -> GenerationParams:
+    """Read GENERATION_PARAMS and `n`; the others have other names elsewhere. Raises
+    InvalidArgument."""
     return GenerationParams(
         model=parse_model(body.get("model")),
-        max_tokens=_max_tokens(body, default_max_tokens),
+        max_tokens=max_tokens,
         sampling=_sampling(body),
         stop=read_stops(body.get("stop")),
         stream=flag(body, "stream"),
@@ -215,17 +227,24 @@ def _top_logprobs(body: Mapping[str, object]) -> int | None:
     return None
 
 
-def _refuse_unknown(body: Mapping[str, object], known: frozenset[str]) -> None:
+def refuse_unknown(
+    body: Mapping[str, object],
+    known: frozenset[str],
+    no_ops: Mapping[str, Callable[[object], bool]],
+    prefix: str = "",
+) -> None:
+    """Refuse fields that are neither known nor have a value that changes nothing: `no_ops` tells
+    the latter. Raises Unsupported naming the field behind the prefix."""
     for name, value in body.items():
         if name in known:
             continue
-        allowed = _NO_OPS.get(name)
+        allowed, param = no_ops.get(name), prefix + name
         if allowed is None and value is not None:
-            raise Unsupported(f"{shown(name)} is not supported; leave it out", param=name)
+            raise Unsupported(f"{shown(param)} is not supported; leave it out", param=param)
         if allowed is not None and value is not None and not allowed(value):
             raise Unsupported(
-                f"{name}={shown(value)} is not supported; leave it out or give its default",
-                param=name,
+                f"{param}={shown(value)} is not supported; leave it out or give its default",
+                param=param,
             )
 
 

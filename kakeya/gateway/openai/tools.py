@@ -19,7 +19,17 @@ _NAME = re.compile(r"[\w.:/-]{1,128}\Z", re.ASCII)
 
 def read_tool_choice(body: Mapping[str, object], tools: Sequence[Tool]) -> ToolChoice:
     """Read `tool_choice` and `parallel_tool_calls`, of these tools. Raises InvalidArgument."""
-    mode, names = _mode(body.get("tool_choice"))
+    return choose_tools(body, *_mode(body.get("tool_choice")), tools)
+
+
+def choose_tools(
+    body: Mapping[str, object],
+    mode: Literal["auto", "none", "required"],
+    names: Sequence[str],
+    tools: Sequence[Tool],
+) -> ToolChoice:
+    """Check a mode and names against the tools, and read `parallel_tool_calls`. Raises
+    InvalidArgument."""
     if not tools and (mode == "required" or names):
         raise InvalidArgument(
             f"tool_choice is {shown(body['tool_choice'])}, and there are no tools; give tools",
@@ -35,7 +45,7 @@ def read_tool_choice(body: Mapping[str, object], tools: Sequence[Tool]) -> ToolC
     is_single = body.get("parallel_tool_calls") is not None and not flag(
         body, "parallel_tool_calls"
     )
-    return ToolChoice(mode=mode, names=names, is_parallel=not is_single)
+    return ToolChoice(mode=mode, names=tuple(names), is_parallel=not is_single)
 
 
 def parse_tools(value: object) -> tuple[Tool, ...]:
@@ -115,8 +125,13 @@ def _check_tool(tool: object, at: str) -> None:
     function = tool.get("function")
     if not isinstance(function, dict):
         refuse(f"{at}.function", function, "an object with name and parameters")
+    check_function(function, f"{at}.function")
+
+
+def check_function(function: Mapping[str, object], at: str) -> None:
+    """Check what a function is called and takes. Raises InvalidArgument."""
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.match(name):
-        refuse(f"{at}.function.name", name, "a name of letters, digits and . _ : / -")
+        refuse(f"{at}.name", name, "a name of letters, digits and . _ : / -")
     if parameters is not None and not isinstance(parameters, dict):
-        refuse(f"{at}.function.parameters", parameters, "a JSON Schema object")
+        refuse(f"{at}.parameters", parameters, "a JSON Schema object")

@@ -11,6 +11,7 @@ from kakeya.core.settings import (
     Several,
     bind_address,
     folder,
+    megabytes,
     one_of,
     peer_address,
     setting,
@@ -67,6 +68,13 @@ class ListenConfig:
         folder,
         None,
         argument="FILE",
+    )
+    http_store_bytes: int = setting(
+        "the most memory for answers of /v1/responses, kept a day for previous_response_id; 0: "
+        "none is kept (0)",
+        megabytes(0, 64 * 1024),
+        0,
+        argument="MB",
     )
     advertise: str = setting(
         "the gRPC address that peers are told (the address of --bind)",

@@ -1,0 +1,157 @@
+"""A Responses request: a body to a chat, or an error that names the parameter.
+
+honoured     model, input, instructions, previous_response_id, store, tools, tool_choice,
+             parallel_tool_calls, text.format, reasoning.effort, max_output_tokens, temperature,
+             top_p, stream, and what `read_params` reads in all of OpenAI's dialect
+repeated     metadata, truncation, user and what else OpenAI's response repeats
+without use  include: of what is told here, all is; reasoning.summary: thoughts come whole;
+             client_metadata and others of `_NO_OPS`
+refused      everything else: 400, code unsupported_parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.gateway.http.body import flag, integer, refuse, shown, text
+from kakeya.gateway.openai.requests import (
+    EFFORTS,
+    GENERATION_PARAMS,
+    TEMPLATE_PARAMS,
+    is_object,
+    is_one_of,
+    read_params,
+    read_template_args,
+    refuse_unknown,
+)
+from kakeya.gateway.openai.responses.items import parse_items, read_input
+from kakeya.gateway.openai.responses.reply import ResponseReply, ResponseRequest
+from kakeya.gateway.openai.responses.store import ResponseStore
+from kakeya.gateway.openai.responses.tools import read_choice, read_text_form, read_tools
+from kakeya.gateway.request import ChatRequest
+from kakeya.text.chat import Chat
+
+_OWN_PARAMS = frozenset(
+    {"input", "instructions", "previous_response_id", "store", "include", "metadata", "truncation"}
+    | {"tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "max_output_tokens"}
+)
+_NO_OPS: Mapping[str, Callable[[object], bool]] = {
+    "client_metadata": is_object,
+    # Of hosted tools, which there are none of.
+    "max_tool_calls": lambda given: type(given) is int and given > 0,
+    "top_logprobs": is_one_of(0),
+    "stream_options": is_object,
+    "context_management": is_one_of([]),
+    "background": is_one_of(False),
+}
+_INCLUDABLE = frozenset(
+    {"file_search_call.results", "web_search_call.results", "web_search_call.action.sources"}
+    | {"message.input_image.image_url", "computer_call_output.output.image_url"}
+    | {"code_interpreter_call.outputs", "reasoning.encrypted_content"}
+)
+_SUMMARIES = ("auto", "concise", "detailed", "none")
+
+
+def parse_response(
+    body: Mapping[str, object], store: ResponseStore, client: str = ""
+) -> ResponseReply:
+    """Read a request for a response, of a client by its name. Raises InvalidArgument or
+    Unsupported naming the parameter."""
+    if flag(body, "background"):
+        raise Unsupported(
+            "background=true is not supported: an answer comes on the connection that asks for it; "
+            "leave it out",
+            param="background",
+        )
+    refuse_unknown(body, GENERATION_PARAMS | TEMPLATE_PARAMS | _OWN_PARAMS, _NO_OPS)
+    warnings: list[str] = []
+    _check_include(body.get("include"))
+    previous_id = _word(body, "previous_response_id")
+    before = store.items(previous_id, client) if previous_id is not None else []
+    items = [*before, *read_input(body.get("input"))]
+    instructions = _word(body, "instructions")
+    messages = parse_items(items, instructions=instructions or "", warn=warnings.append)
+    tools = read_tools(body.get("tools"), warn=warnings.append)
+    max_tokens = integer(body, "max_output_tokens", 1, 2**31 - 1, default=None)
+    asked = ChatRequest(
+        params=read_params(body, max_tokens=max_tokens),
+        chat=Chat(messages=messages, tools=tools.tools, kwargs=_template_args(body)),
+        tool_choice=read_choice(body, tools),
+        answer_schema=read_text_form(body.get("text")),
+    )
+    if _truncation(body) == "auto":
+        warnings.append("truncation is disabled: input that is too long for the model is refused")
+    is_kept = store.is_on and (body.get("store") is None or flag(body, "store"))
+    flag(body, "store")
+    echo = {
+        "background": False,
+        "instructions": instructions,
+        "max_output_tokens": max_tokens,
+        "metadata": _metadata(body),
+        "parallel_tool_calls": asked.tool_choice.is_parallel,
+        "previous_response_id": previous_id,
+        "prompt_cache_key": body.get("prompt_cache_key"),
+        "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
+        "service_tier": body.get("service_tier") or "default",
+        "store": is_kept,
+        "temperature": body.get("temperature"),
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": tools.given,
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        "user": body.get("user"),
+    }
+    return ResponseReply(
+        ResponseRequest(
+            chat=asked,
+            echo=echo,
+            names=tools.names,
+            warnings=warnings,
+            keep=(lambda made: store.keep(made, items, client)) if is_kept else None,
+        )
+    )
+
+
+def _template_args(body: Mapping[str, object]) -> dict[str, object]:
+    given = body.get("reasoning")
+    if given is not None and not isinstance(given, dict):
+        refuse("reasoning", given, 'an object like {"effort": "medium"}')
+    reasoning = given or {}
+    summaries = {name: is_one_of(*_SUMMARIES) for name in ("summary", "generate_summary")}
+    refuse_unknown(reasoning, frozenset({"effort"}), summaries, "reasoning.")
+    effort = reasoning.get("effort")
+    if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
+        refuse("reasoning.effort", effort, f"one of {', '.join(EFFORTS)}")
+    return read_template_args({**body, "reasoning_effort": effort})
+
+
+def _check_include(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list):
+        refuse("include", value, "a list of names")
+    for index, name in enumerate(value):
+        if not isinstance(name, str) or name not in _INCLUDABLE:
+            at = f"include[{index}]"
+            raise Unsupported(f"{at}={shown(name)} is not supported; leave it out", param=at)
+
+
+def _truncation(body: Mapping[str, object]) -> str:
+    value = body.get("truncation")
+    if value not in (None, "auto", "disabled"):
+        refuse("truncation", value, '"auto" or "disabled"')
+    return str(value or "disabled")
+
+
+def _metadata(body: Mapping[str, object]) -> Mapping[str, object]:
+    value = body.get("metadata")
+    if value is not None and not is_object(value):
+        raise InvalidArgument(f"metadata is {shown(value)}; it must be an object", param="metadata")
+    return value if isinstance(value, dict) else {}
+
+
+def _word(body: Mapping[str, object], name: str) -> str | None:
+    value = body.get(name)
+    return None if value is None else text(value, name)

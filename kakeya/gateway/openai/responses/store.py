@@ -1,0 +1,147 @@
+"""Responses that a node keeps for a day, so that a later request can go on from one of them.
+
+In memory, as bytes: the oldest ones leave when there are too many or too large ones, and all of
+them with the process. Off where the node's setting gives it no memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
+from kakeya.core.units import format_bytes
+from kakeya.gateway.http.body import shown
+from kakeya.gateway.openai.reply import compact
+from kakeya.wire.security import CLIENT_NAME
+
+KEEP_S = 24 * 3600.0
+MOST_RESPONSES = 4096
+_OFF = (
+    "this node keeps no responses; send the whole conversation as input, or start the node with "
+    "--http-store-mb MB (http_store_mb under [listen])"
+)
+
+
+class PreviousResponseNotFound(InvalidArgument):
+    """The `previous_response_id` of a request is none of the kept ones."""
+
+    code = "previous_response_not_found"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    body: bytes
+    items: bytes
+    client: str
+    until_mono: float
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + len(self.items)
+
+
+class ResponseStore:
+    """Responses by id. A client finds only its own."""
+
+    def __init__(
+        self,
+        *,
+        most_bytes: int,
+        mono: Callable[[], float],
+        most_responses: int = MOST_RESPONSES,
+    ) -> None:
+        """`most_bytes` 0 = none is kept."""
+        self.size_bytes = 0
+        self._most_bytes = most_bytes
+        self._most_responses = most_responses
+        self._mono = mono
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether responses are kept."""
+        return self._most_bytes > 0
+
+    def keep(self, body: Mapping[str, object], items: Sequence[object], client: str) -> None:
+        """Keep a response, and the items that it answers."""
+        output = body["output"]
+        assert isinstance(output, list)
+        made = _Kept(compact(body), compact([*items, *output]), client, self._mono() + KEEP_S)
+        self._kept[str(body["id"])] = made
+        self.size_bytes += made.size_bytes
+        while self._kept and self._is_over():
+            self.size_bytes -= self._kept.popitem(last=False)[1].size_bytes
+
+    def items(self, response_id: str, client: str) -> list[object]:
+        """What a request that goes on from a response begins with. Raises InvalidArgument."""
+        if not self.is_on:
+            raise InvalidArgument(f"previous_response_id: {_OFF}", param="previous_response_id")
+        found = self._find(response_id, client)
+        if found is None:
+            raise PreviousResponseNotFound(
+                f"no response {shown(response_id)} is kept: {self._bounds()}; send the whole "
+                "conversation as input",
+                param="previous_response_id",
+            )
+        items: list[object] = json.loads(found.items)
+        return items
+
+    def body(self, response_id: str, client: str) -> bytes:
+        """A response as JSON. Raises NotFound."""
+        found = self._find(response_id, client)
+        if found is None:
+            why = self._bounds() if self.is_on else _OFF
+            raise NotFound(f"no response {shown(response_id)} is kept: {why}")
+        return found.body
+
+    def delete(self, response_id: str, client: str) -> None:
+        """Forget a response. Raises NotFound."""
+        self.size_bytes -= len(self.body(response_id, client))
+        self.size_bytes -= len(self._kept.pop(response_id).items)
+
+    def _find(self, response_id: str, client: str) -> _Kept | None:
+        found = self._kept.get(response_id)
+        is_there = found and found.client == client and found.until_mono > self._mono()
+        return found if is_there else None
+
+    def _is_over(self) -> bool:
+        oldest = next(iter(self._kept.values()))
+        is_full = self.size_bytes > self._most_bytes or len(self._kept) > self._most_responses
+        return is_full or oldest.until_mono <= self._mono()
+
+    def _bounds(self) -> str:
+        return (
+            f"it was asked for with store false, deleted, is older than {KEEP_S / 3600:.0f} hours, "
+            f"or newer ones took its place ({format_bytes(self._most_bytes)} are kept)"
+        )
+
+
+class StoredResponses:
+    """GET and DELETE /v1/responses/{id}."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def show(self, request: Request) -> Response:
+        """GET: the response as it was answered."""
+        if request.query_params.get("stream", "false") != "false":
+            raise Unsupported("stream is not supported for a kept response", param="stream")
+        body = self._store.body(*_asked(request))
+        return Response(body, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE."""
+        response_id, client = _asked(request)
+        self._store.delete(response_id, client)
+        gone = {"id": response_id, "object": "response", "deleted": True}
+        return Response(compact(gone), media_type="application/json")
+
+
+def _asked(request: Request) -> tuple[str, str]:
+    return request.path_params["response_id"], request.headers.get(CLIENT_NAME, "")

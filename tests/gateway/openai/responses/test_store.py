@@ -1,0 +1,62 @@
+"""Responses that are kept: bounds, age, owners."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.core.errors import NotFound
+from kakeya.gateway.openai.responses.store import (
+    KEEP_S,
+    PreviousResponseNotFound,
+    ResponseStore,
+)
+
+ITEM = {"role": "user", "content": "hi"}
+
+
+def response(name: object) -> dict:
+    return {"id": f"resp_{name}", "output": [{"type": "message", "text": "hello"}]}
+
+
+def kept(store: ResponseStore, count: int) -> list[int]:
+    found = []
+    for name in range(count):
+        try:
+            store.body(f"resp_{name}", "me")
+        except NotFound:
+            continue
+        found.append(name)
+    return found
+
+
+def test_a_response_gives_its_items_to_its_client_for_a_day():
+    now = [0.0]
+    store = ResponseStore(most_bytes=1000, mono=lambda: now[0])
+    store.keep(response(1), [ITEM], "me")
+    assert store.items("resp_1", "me") == [ITEM, *response(1)["output"]]
+    with pytest.raises(PreviousResponseNotFound):
+        store.items("resp_1", "another")
+    with pytest.raises(NotFound):
+        store.delete("resp_1", "another")
+    now[0] = KEEP_S
+    with pytest.raises(NotFound):
+        store.body("resp_1", "me")
+
+
+@given(st.integers(1, 2000), st.integers(1, 8), st.lists(st.booleans(), max_size=20))
+def test_the_newest_responses_that_fit_are_kept(most_bytes, most_responses, deletions):
+    store = ResponseStore(most_bytes=most_bytes, mono=lambda: 0.0, most_responses=most_responses)
+    alone = ResponseStore(most_bytes=10**6, mono=lambda: 0.0)
+    alone.keep(response(10), [ITEM], "me")
+    expected: list[int] = []
+    for name, is_deleted in enumerate(deletions, 10):
+        store.keep(response(name), [ITEM], "me")
+        expected = [*expected, name][-min(most_responses, most_bytes // alone.size_bytes) :]
+        if most_bytes < alone.size_bytes:
+            expected = []
+        if is_deleted and expected:
+            store.delete(f"resp_{expected.pop(0)}", "me")
+    assert kept(store, 40) == expected
+    assert store.size_bytes == len(expected) * alone.size_bytes
