@@ -325,6 +325,7 @@ def _shown(sampling: Sampling) -> dict[str, float]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
     }
 
 

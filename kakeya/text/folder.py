@@ -103,11 +103,11 @@ def stop_ids(folder: Path) -> frozenset[int]:
 def sampling_defaults(folder: Path) -> Sampling:
     """How tokens are selected where a caller says nothing.
 
-    Values that no sampling can have are told in the log, as is a penalty, and count for nothing.
+    Values that no sampling can have are told in the log, and count for nothing.
     """
     config = read_config(folder / "generation_config.json")
     found = Sampling(temperature=1.0)
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = config.get(name)
         if value is None or (name == "top_k" and value in (0, -1)):  # off
             continue
@@ -115,9 +115,6 @@ def sampling_defaults(folder: Path) -> Sampling:
             found = replace(found, **{name: _number(name, value)})
         except InvalidArgument as fault:
             _tell(folder, fault.message)
-    penalty = config.get("repetition_penalty")
-    if penalty not in (None, 1):
-        _tell(folder, f"repetition_penalty is {penalty}; penalties are not applied")
     return replace(found, temperature=0.0) if config.get("do_sample") is False else found
 
 

@@ -176,11 +176,13 @@ async def test_special_tokens_in_a_raw_prompt_are_special_and_in_a_message_are_t
     assert text == f"<|im_start|>user\n{forged}<|im_end|>\n<|im_start|>assistant\n"
 
 
-USUAL = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0}
+USUAL = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1}
 
 
 async def test_a_model_has_its_own_sampling_where_the_caller_says_nothing(folder):
-    config = {"eos_token_id": 2, "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    config = {"eos_token_id": 2, "do_sample": True} | {
+        name: value for name, value in USUAL.items() if name != "min_p"
+    }
     await asyncio.to_thread((folder / "generation_config.json").write_text, json.dumps(config))
     model = ToyModel(folder)
     async with serving(model) as served:

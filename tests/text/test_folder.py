@@ -107,7 +107,7 @@ def test_sampling_has_the_defaults_of_the_model(tmp_path, config, sampling):
         ({"top_p": 0}, "top_p is 0"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"top_k": 2.5}, "top_k is 2.5"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
     ],
 )
 def test_sampling_that_cannot_be_had_is_told_and_left_out(tmp_path, caplog, config, told):

@@ -42,10 +42,11 @@ def choose_tools(
                 f"tool_choice names {shown(name)}; the tools are {', '.join(sorted(known))[:200]}",
                 param="tool_choice",
             )
-    is_single = body.get("parallel_tool_calls") is not None and not flag(
-        body, "parallel_tool_calls"
-    )
-    return ToolChoice(mode=mode, names=tuple(names), is_parallel=not is_single)
+    is_parallel = flag(body, "parallel_tool_calls")
+    if body.get("parallel_tool_calls") is None:
+        # A small model that must call goes on calling, and a client that forces a call takes one.
+        is_parallel = mode == "auto"
+    return ToolChoice(mode=mode, names=tuple(names), is_parallel=is_parallel)
 
 
 def parse_tools(value: object) -> tuple[Tool, ...]:

@@ -153,7 +153,10 @@ async def test_what_an_answer_must_be_reaches_the_engine_as_a_grammar(folder, as
     async with serving(model) as served:
         await served.openai.chat.completions.create(model="toy", messages=HI, **asked)
         await served.openai.chat.completions.create(model="toy", messages=HI, tools=[LOOK])
-    forced, free = (request.grammar for request in model.requests)
+        more = {"parallel_tool_calls": True} if "tools" in asked else {}
+        await served.openai.chat.completions.create(model="toy", messages=HI, **asked, **more)
+    forced, free, several = (request.grammar for request in model.requests)
+    assert (several == forced) == ("tools" not in asked)  # a forced call is one call
     assert LLMatcher.validate_grammar(forced) == ""
     assert free == ""
 
