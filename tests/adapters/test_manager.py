@@ -28,8 +28,9 @@ from kakeya.core.errors import (
 )
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from tests.adapters.adapter_folders import tiny_adapter, tiny_arrays, write_adapter
-from tests.adapters.world import TINY, World, settled, waiting, world
+from tests.adapters.world import TINY, World, waiting, world
 from tests.fakes import SettableClock
+from tests.waiting import until
 
 
 def only_file(node: World) -> Path:
@@ -226,7 +227,7 @@ async def test_a_damaged_file_is_set_aside_and_named_and_others_go_on(tmp_path: 
         assert [r.model_id for r in node.adapters.records()] == [healthy]
         assert len(list(node.folder.glob("*.damaged"))) == 1
         assert damaged in node.adapters.status()["problems"]
-        await settled(lambda: not node.adapters.status()["retired"])
+        await until(lambda: not node.adapters.status()["retired"])
         assert await node.add(1) == damaged
         (await node.adapters.acquire(damaged)).release()
 
@@ -296,7 +297,7 @@ async def test_a_name_is_taken_once_and_replaced_when_asked(tmp_path: Path) -> N
             assert back.adapter_id == old.adapter_id
             assert node.adapters.status()["retired"] == [new.adapter_id]
         new.release()
-        await settled(lambda: not node.adapters.status()["retired"], 20)
+        await until(lambda: not node.adapters.status()["retired"], limit_s=20)
         assert set(node.engine.held) == {old.adapter_id}, "a stream of before goes on with it"
         old.release()
         with await node.adapters.acquire(model_id) as lease:
@@ -329,7 +330,7 @@ async def test_a_removed_one_is_given_to_nobody_and_goes_when_its_last_user_does
         await node.adapters.rebalance()
         assert lease.adapter_id in node.engine.held
         lease.release()
-        await settled(lambda: not node.adapters.status()["retired"], 20)
+        await until(lambda: not node.adapters.status()["retired"], limit_s=20)
         assert node.engine.held == {}
         pool = node.arena.snapshot().pool
         assert pool.free_pages == pool.total_pages
@@ -377,7 +378,7 @@ async def test_who_waits_for_a_model_has_the_version_that_took_the_place_of_the_
         first = node.adapters.find(model_id).version
         node.engine.is_there = asyncio.Event()
         asked = asyncio.create_task(node.adapters.acquire(model_id))
-        await settled(lambda: waiting(node) == 1)
+        await until(lambda: waiting(node) == 1)
         await node.add(2, "poet", is_replacing=True)
         await node.adapters.rebalance()
         if comes_back:
@@ -387,7 +388,7 @@ async def test_who_waits_for_a_model_has_the_version_that_took_the_place_of_the_
         with await asked as lease:
             assert lease.adapter_id == node.adapters.find(model_id).version
             assert (lease.adapter_id == first) is comes_back
-        await settled(lambda: not node.adapters.status()["retired"])
+        await until(lambda: not node.adapters.status()["retired"])
 
 
 async def test_who_waits_for_a_model_hears_that_the_adapter_was_removed(tmp_path: Path) -> None:
@@ -395,13 +396,13 @@ async def test_who_waits_for_a_model_hears_that_the_adapter_was_removed(tmp_path
         model_id = await node.add(1, "poet")
         node.engine.is_there = asyncio.Event()
         asked = asyncio.create_task(node.adapters.acquire(model_id))
-        await settled(lambda: waiting(node) == 1)
+        await until(lambda: waiting(node) == 1)
         await node.adapters.remove(model_id)
         await node.adapters.rebalance()
         node.engine.is_there.set()
         with pytest.raises(NotFound, match="poet"):
             await asked
-        await settled(lambda: not node.adapters.status()["retired"])
+        await until(lambda: not node.adapters.status()["retired"])
 
 
 async def test_one_that_the_disk_keeps_is_not_removed(tmp_path: Path) -> None:
@@ -564,7 +565,7 @@ async def test_what_is_used_a_lot_is_brought_in_before_it_is_asked_for_again(
         node.engine.restart(node.adapters)
         await node.adapters.rebalance()
         first = node.adapters.find(ids[0]).version
-        await settled(lambda: first in node.engine.held)
+        await until(lambda: first in node.engine.held)
 
 
 async def test_one_that_leaves_for_a_wanted_one_is_not_lent_meanwhile(tmp_path: Path) -> None:
@@ -576,9 +577,9 @@ async def test_one_that_leaves_for_a_wanted_one_is_not_lent_meanwhile(tmp_path: 
         (await node.adapters.acquire(other)).release()
         node.engine.until = asyncio.Event()
         await node.adapters.rebalance()
-        await settled(lambda: node.engine.loading == {node.adapters.find(wanted).version})
+        await until(lambda: node.engine.loading == {node.adapters.find(wanted).version})
         asked = asyncio.create_task(node.adapters.acquire(other))
-        await settled(lambda: waiting(node) == 1)
+        await until(lambda: waiting(node) == 1)
         node.engine.until.set()
         with await asked as lease:
             assert set(node.engine.held) == {lease.adapter_id}
@@ -633,7 +634,7 @@ async def test_random_use_with_deaths_removals_and_few_slots_loses_nobody(
         for record in node.adapters.records():
             assert node.adapters.describe(record).leases == 0
         # A load that no request waits for may still run.
-        await settled(lambda: not node.arena.snapshot().pool.pinned_pages, timeout_s=60.0)
+        await until(lambda: not node.arena.snapshot().pool.pinned_pages, limit_s=60.0)
         assert not any(health.failures for health in node.adapters.health())
 
 
@@ -784,7 +785,7 @@ async def test_an_adapter_that_is_used_while_it_is_rounded_stays_as_it_is(
             pass
         clock.advance(2.0)
         rounding = asyncio.create_task(node.adapters.rebalance())
-        await settled(begun.is_set)
+        await until(begun.is_set)
         with await node.adapters.acquire(model) as lease:
             may_end.set()
             await rounding

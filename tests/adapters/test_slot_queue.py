@@ -16,8 +16,9 @@ from kakeya.adapters.files.store import AdapterRecord, AdapterStore
 from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.tiers import Adapter, TierRules
 from kakeya.core.errors import CapacityExhausted, KakeyaError, LoadFailed, QueueFull
-from tests.adapters.world import World, settled, waiting, world
+from tests.adapters.world import World, waiting, world
 from tests.fakes import SettableClock
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -43,7 +44,7 @@ class SlowDisk:
         return self._load(store, record)
 
     async def asked(self) -> None:
-        await settled(self._asked.is_set)
+        await until(self._asked.is_set)
 
     def go_on(self) -> None:
         self._goes_on.set()
@@ -69,9 +70,9 @@ async def waiting_long(
 ) -> asyncio.Task[AdapterUse]:
     """Somebody who waits until another adapter yields."""
     task = asyncio.create_task(node.adapters.acquire(model_id))
-    await settled(lambda: waiting(node) == 1)
+    await until(lambda: waiting(node) == 1)
     clock.advance(AGE_S)
-    await settled(lambda: then.is_yielding)
+    await until(lambda: then.is_yielding)
     return task
 
 
@@ -83,7 +84,7 @@ async def test_an_adapter_yields_no_longer_than_somebody_waits_for_its_slot(
         running = await node.adapters.acquire(busy)
         rarely = await waiting_long(node, clock, rare, adapter_of(node, busy))
         held_up = asyncio.create_task(node.adapters.acquire(busy))
-        await settled(lambda: waiting(node) == 2)
+        await until(lambda: waiting(node) == 2)
         rarely.cancel()
         await asyncio.gather(rarely, return_exceptions=True)
         (await node.adapters.acquire(busy, patience_s=5)).release()
@@ -111,16 +112,16 @@ async def test_one_adapter_that_comes_slowly_from_disk_holds_up_no_other(
         slow, first, second = [await node.add(seed) for seed in (1, 2, 3)]
         with slow_disk(monkeypatch, slow) as disk:
             asks = [asyncio.create_task(node.adapters.acquire(slow)) for _ in range(2)]
-            await settled(lambda: waiting(node) == 2)
+            await until(lambda: waiting(node) == 2)
             for model_id in (first, second, first):
                 with await node.adapters.acquire(model_id, patience_s=10):
                     assert not any(ask.done() for ask in asks)
-            await settled(lambda: node.engine.lent == 2)  # it is not given away meanwhile
+            await until(lambda: node.engine.lent == 2)  # it is not given away meanwhile
             disk.go_on()
             for ask in asks:
                 (await ask).release()
         assert node.engine.loads.count(adapter_of(node, slow).adapter_id) == 1
-        await settled(lambda: not (node.engine.lent or waiting(node)))
+        await until(lambda: not (node.engine.lent or waiting(node)))
 
 
 async def test_a_request_that_waits_for_a_disk_has_the_age_of_its_whole_wait_in_the_queue(
@@ -132,12 +133,12 @@ async def test_a_request_that_waits_for_a_disk_has_the_age_of_its_whole_wait_in_
         running = await node.adapters.acquire(held)
         with slow_disk(monkeypatch, slow) as disk:
             first = asyncio.create_task(node.adapters.acquire(slow))
-            await settled(lambda: waiting(node) == 1)
+            await until(lambda: waiting(node) == 1)
             clock.advance(AGE_S)
             others = [asyncio.create_task(node.adapters.acquire(busy)) for _ in range(3)]
-            await settled(lambda: waiting(node) == 4)
+            await until(lambda: waiting(node) == 4)
             disk.go_on()
-            await settled(lambda: adapter_of(node, slow).is_warm)
+            await until(lambda: adapter_of(node, slow).is_warm)
         running.release()
         (await first).release()
         for other in others:
@@ -154,7 +155,7 @@ async def test_who_waits_for_a_disk_waits_no_longer_than_told_and_counts_as_wait
         slow = await node.add(1)
         with slow_disk(monkeypatch, slow) as disk:
             ask = asyncio.create_task(node.adapters.acquire(slow, patience_s=0.1))
-            await settled(lambda: waiting(node) == 1)
+            await until(lambda: waiting(node) == 1)
             with pytest.raises(QueueFull, match="1 requests wait"):
                 await node.adapters.acquire(slow)
             with pytest.raises(CapacityExhausted, match="no slot within"):
@@ -173,14 +174,14 @@ async def test_all_who_wait_for_a_damaged_one_hear_that_it_is(
         path.write_bytes(path.read_bytes()[:-9])
         with slow_disk(monkeypatch, damaged) as disk:
             asks = [asyncio.create_task(node.adapters.acquire(damaged)) for _ in range(3)]
-            await settled(lambda: waiting(node) == 3)
+            await until(lambda: waiting(node) == 3)
             disk.go_on()
             told = await asyncio.gather(*asks, return_exceptions=True)
         assert isinstance(told[0], LoadFailed)
         for one in told:
             assert isinstance(one, KakeyaError)
             assert "damaged on disk" in one.message
-        await settled(lambda: not node.adapters.status()["retired"])
+        await until(lambda: not node.adapters.status()["retired"])
 
 
 async def test_nobody_is_brought_from_disk_while_nobody_waits_for_it(
@@ -200,4 +201,4 @@ async def test_nobody_is_brought_from_disk_while_nobody_waits_for_it(
             disk.go_on()
             await balance
         await node.adapters.rebalance()
-        await settled(lambda: adapter_of(node, popular).is_hot)
+        await until(lambda: adapter_of(node, popular).is_hot)

@@ -217,12 +217,6 @@ async def layers_in_files(folder: Path) -> Layers:
     }
 
 
-async def settled(test, timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not test():
-            await asyncio.sleep(0.005)
-
-
 def waiting(node: World) -> int:
     models = node.adapters.status()["models"]
     return models[TINY]["waiting"] if TINY in models else 0

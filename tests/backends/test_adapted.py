@@ -15,9 +15,10 @@ from kakeya.core.errors import Conflict, InvalidArgument, NotFound, PeerUnavaila
 from kakeya.generation.frames import Done, Frame, StopReason, Tokens
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest
-from tests.adapters.world import TINY, World, settled, world
+from tests.adapters.world import TINY, World, world
 from tests.backends.fake_model import FakeModel
 from tests.fakes import SettableClock
+from tests.waiting import until
 
 REQUEST = DecodeRequest(token_ids=[1, 2], max_tokens=6)
 
@@ -108,7 +109,7 @@ async def test_it_asks_the_engine_as_soon_as_the_load_was_sent(tmp_path: Path) -
         node.engine.until = loaded
         answer = asyncio.create_task(said(adapted(node, base, second)))
         other = asyncio.create_task(node.adapters.acquire(second))
-        await settled(lambda: len(base.asked) == 2)
+        await until(lambda: len(base.asked) == 2)
         assert node.engine.loading == {base.asked[1].adapter_id}
         assert not other.done(), "who does not come behind the load waits for its end"
         loaded.set()
@@ -124,9 +125,9 @@ async def test_who_comes_while_an_adapter_is_on_its_way_goes_on_at_once_too(tmp_
         await said(adapted(node, base, first))
         loaded = node.engine.until = asyncio.Event()
         answers = [asyncio.create_task(said(adapted(node, base, second)))]
-        await settled(lambda: len(base.asked) == 2)
+        await until(lambda: len(base.asked) == 2)
         answers.append(asyncio.create_task(said(adapted(node, base, second))))
-        await settled(lambda: len(base.asked) == 3)
+        await until(lambda: len(base.asked) == 3)
         loaded.set()
         assert await asyncio.gather(*answers) == [[3, 4, 5, 6, 7, 8]] * 2
         assert len(node.engine.loads) == 2
@@ -164,9 +165,9 @@ async def test_who_is_told_of_a_failed_load_before_its_answer_waits_for_that(
         node.engine.refusal = InvalidArgument("it does not fit the model")
         base.is_forgetful = True
         answer = asyncio.create_task(said(adapted(node, base, second)))
-        await settled(lambda: bool(node.engine.loading))
+        await until(lambda: bool(node.engine.loading))
         node.engine.loading.clear()  # the request is computed, the load's answer is on its way
-        await settled(lambda: len(base.asked) == 2)
+        await until(lambda: len(base.asked) == 2)
         await asyncio.sleep(0.02)
         assert not answer.done()
         answered.set()
@@ -181,7 +182,7 @@ async def test_the_first_load_of_an_engine_is_waited_for(tmp_path: Path) -> None
         base, model_id = Base(node), await node.add(1)
         loaded = node.engine.until = asyncio.Event()
         answer = asyncio.create_task(said(adapted(node, base, model_id)))
-        await settled(lambda: bool(node.engine.loading))
+        await until(lambda: bool(node.engine.loading))
         await asyncio.sleep(0.02)
         assert not base.asked
         loaded.set()
@@ -213,7 +214,7 @@ async def test_an_engine_that_dies_in_a_load_with_a_request_behind_it_serves_it_
         await said(adapted(node, base, first))
         loaded = node.engine.until = asyncio.Event()
         answer = asyncio.create_task(said(adapted(node, base, second)))
-        await settled(lambda: len(base.asked) == 2)
+        await until(lambda: len(base.asked) == 2)
         node.engine.restart(node.adapters)
         node.engine.until = None
         loaded.set()

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable
 from typing import Literal
 
 import pytest
 
 from kakeya.backends.awake import LINGER_S, StayAwake
 from tests.memory.worlds import ManualClock
+from tests.waiting import until
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
 How = Literal["offered", "working", "never"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def stay(how: How, clock: ManualClock, *command: str, platform: str = "darwin") -> StayAwake:

@@ -21,7 +21,8 @@ from kakeya.core.tasks import Supervisor
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.node.memory import EngineSetup, NodeMemory
-from tests.node.nodes import VERIFIER, eventually, model_state
+from tests.node.nodes import VERIFIER, model_state
+from tests.waiting import eventually
 
 
 def test_a_data_directory_too_deep_for_sockets_leaves_them_to_the_system() -> None:

@@ -9,15 +9,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kakeya.cli.child import NodeProcess
-from tests.node.nodes import VERIFIER, eventually, model_state, run_cli
+from tests.node.nodes import VERIFIER, model_state, run_cli
+from tests.waiting import eventually, wait_until
 
 CAT = ("sh", "-c", "echo up; exec cat")
 CLI = [sys.executable, "-m", "kakeya.cli.main", "lease"]
@@ -32,14 +32,6 @@ def listed(folder: Path) -> list[dict[str, Any]]:
     done = lease(folder, "list", "--json")
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)["leases"]
-    return found
-
-
-def until(what: str, probe: Callable[[], Any], limit_s: float = 60.0) -> Any:
-    end = time.monotonic() + limit_s
-    while not (found := probe()):
-        assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
-        time.sleep(0.1)
     return found
 
 
@@ -71,7 +63,7 @@ def test_a_command_runs_with_its_lease_and_its_own_exit_status(tmp_path: Path) -
     assert done.returncode == 7
     assert done.stdout.startswith("sh-")
     assert done.stderr == ""
-    until("the lease is over", lambda: not listed(tmp_path))
+    wait_until("the lease is over", lambda: not listed(tmp_path))
 
 
 def test_a_signal_ends_the_command_as_if_nothing_stood_between(tmp_path: Path) -> None:
@@ -79,7 +71,7 @@ def test_a_signal_ends_the_command_as_if_nothing_stood_between(tmp_path: Path) -
         up(child)
         child.send_signal(signal.SIGINT)
         assert child.wait(30) == -signal.SIGINT
-    until("the lease is over", lambda: not listed(tmp_path))
+    wait_until("the lease is over", lambda: not listed(tmp_path))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
@@ -97,7 +89,7 @@ def test_a_guard_whom_the_command_adopted_does_not_guard_itself(tmp_path: Path) 
         (guarded,) = listed(tmp_path)
         child.kill()
         child.wait()
-    until(f"the lease {guarded['id']} is over", lambda: not listed(tmp_path))
+    wait_until(f"the lease {guarded['id']} is over", lambda: not listed(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +153,7 @@ def test_killed_guard_and_killed_command_leave_what_still_lives_accounted(tmp_pa
         child.wait()
         assert [one["name"] for one in listed(tmp_path)] == ["train"]
         os.kill(sleeper, signal.SIGKILL)
-        until("the lease is over", lambda: not listed(tmp_path))
+        wait_until("the lease is over", lambda: not listed(tmp_path))
 
 
 def test_a_drain_stops_holders_and_keeps_new_ones_out(tmp_path: Path) -> None:

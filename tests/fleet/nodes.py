@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -194,13 +192,3 @@ async def running_node(
     finally:
         await channels.aclose()
         await server.stop(None)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
-    """Wait for a condition; returns how long that took in real seconds."""
-    started = time.monotonic()
-    while not condition():
-        if time.monotonic() - started > timeout_s:
-            raise AssertionError(f"not within {timeout_s} s")
-        await asyncio.sleep(0.005)
-    return time.monotonic() - started

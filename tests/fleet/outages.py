@@ -20,9 +20,10 @@ import grpc.aio
 
 from kakeya.fleet.liveness.probing import ProbeConfig
 from kakeya.wire.channels import Keepalive, Option
-from tests.fleet.nodes import running_node, until, verifier
+from tests.fleet.nodes import running_node, verifier
 from tests.fleet.probers import Probing, probing_node
 from tests.fleet.proxy import running_proxy
+from tests.waiting import until
 
 HOLD = "/test.Stream/Hold"
 

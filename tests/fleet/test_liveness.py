@@ -25,7 +25,7 @@ from kakeya.fleet.liveness.probing import ProbeConfig
 from kakeya.fleet.placement.placement import plan_spec_decode_placement
 from kakeya.fleet.view.suspicion import Doubt
 from kakeya.wire.channels import Keepalive, Option, message_options
-from tests.fleet.nodes import Node, running_node, until, verifier
+from tests.fleet.nodes import Node, running_node, verifier
 from tests.fleet.outages import (
     child_node,
     cut_stream,
@@ -38,6 +38,7 @@ from tests.fleet.outages import (
 )
 from tests.fleet.probers import QUICK, probing_node
 from tests.fleet.proxy import running_proxy
+from tests.waiting import until
 
 FAST = Keepalive(interval_s=2.0, timeout_s=1.0)
 
@@ -161,7 +162,7 @@ async def test_without_probes_a_death_stays_local_knowledge() -> None:
             child.send(signal.SIGKILL)
             nodes[0].fail("child")
             with pytest.raises(AssertionError, match="not within"):
-                await until(lambda: suspecting(nodes) == len(nodes), 2.5)
+                await until(lambda: suspecting(nodes) == len(nodes), limit_s=2.5)
 
 
 @pytest.mark.slow
@@ -175,7 +176,7 @@ async def test_twenty_deaths_at_once_are_known_to_all_in_seconds() -> None:
                 one.learn(*victims)
             for victim in victims:
                 await nodes[0].node.exchange(victim.address)
-        seconds = await until(lambda: all(one.suspects == names for one in nodes), 20.0)
+        seconds = await until(lambda: all(one.suspects == names for one in nodes), limit_s=20.0)
         assert seconds <= 10.0
 
 
@@ -194,10 +195,10 @@ async def test_a_stopped_node_is_accused_by_all_and_taken_back_by_all() -> None:
     async with child_node() as child:
         async with fleet_of(4, child, keepalive=FAST, gossip_config=quick) as nodes:
             stopped_mono = child.send(signal.SIGSTOP)
-            await until(lambda: all(one.accused() == {"child"} for one in nodes), 10.0)
+            await until(lambda: all(one.accused() == {"child"} for one in nodes), limit_s=10.0)
             assert time.monotonic() - stopped_mono <= 8.0
             child.send(signal.SIGCONT)
-            seconds = await until(lambda: suspecting(nodes) == 0, 10.0)
+            seconds = await until(lambda: suspecting(nodes) == 0, limit_s=10.0)
             assert seconds <= 8.0
             assert not any(one.accused() for one in nodes)
 
@@ -239,7 +240,7 @@ async def test_a_blocked_loop_is_suspected_and_expires_nowhere() -> None:
         quick = GossipConfig(interval_s=0.5, timeout_s=0.5)
         async with fleet_of(3, child, config=QUICK, gossip_config=quick) as nodes:
             child.send(signal.SIGUSR1)
-            await until(lambda: suspecting(nodes) == 3, 4.0)
+            await until(lambda: suspecting(nodes) == 3, limit_s=4.0)
             assert all("child" in one.node.known() for one in nodes)
             await until(lambda: suspecting(nodes) == 0)
             assert all("child" in one.node.known() for one in nodes)

@@ -16,7 +16,8 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.process import resident_bytes
 from kakeya.generation.facts import ModelState
 from kakeya.memory.api import MemoryArbiter
-from tests.gateway.toy import serving, until
+from tests.gateway.toy import serving
+from tests.waiting import until
 
 TINY = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny"
 pytestmark = pytest.mark.skipif(not TINY.is_dir(), reason="the embedded model is not built yet")

@@ -348,13 +348,6 @@ async def serving(
                 yield Served(port=port, http=http, openai=client)
 
 
-async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    """Wait for a condition with a deadline."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 class CountingTokenizer:
     """A tokenizer that says which texts it encoded."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from kakeya.cli.child import NodeProcess
+from tests.waiting import eventually
 
 VERIFIER, DRAFTER = "kakeya-tiny", "kakeya-tiny-draft"
 QUICK = ("--exchange-interval", "0.5")
@@ -29,19 +28,6 @@ def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
     return subprocess.run(
         command, capture_output=True, text=True, input=stdin, timeout=150, check=False
     )
-
-
-async def eventually(
-    what: str, probe: Callable[[], Any], *, limit_s: float = 60.0, every_s: float = 0.05
-) -> Any:
-    """Wait until `probe()`, run in a thread, gives something true; return it."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        found = await asyncio.to_thread(probe)
-        if found:
-            return found
-        await asyncio.sleep(every_s)
-    raise AssertionError(f"not within {limit_s:g} s: {what}")
 
 
 def model_state(node: NodeProcess, model_id: str) -> dict[str, Any]:

@@ -35,8 +35,9 @@ from kakeya.node.pages import NodePages
 from kakeya.sessions.client import Client
 from tests.adapters.adapter_folders import tiny_adapter
 from tests.memory.scrapes import DOCS
-from tests.node.nodes import VERIFIER, eventually, model_state, run_cli, verifier_node
+from tests.node.nodes import VERIFIER, model_state, run_cli, verifier_node
 from tests.node.test_memory import TEXT_MODEL
+from tests.waiting import eventually
 
 TRAINED = Path(__file__).parents[1] / "adapters" / "trained"
 NAMES = ("letter", "march", "query", "recipe", "record", "setting", "shout", "table")

@@ -31,7 +31,8 @@ from kakeya.fleet.identity.authority import create_fleet
 from kakeya.node.agent import GRACE_S, Agent
 from kakeya.node.datadir import DataDir
 from kakeya.sessions.client import Client
-from tests.node.nodes import FREE, QUICK, eventually, run_cli, run_daemon, seen_by, verifier_node
+from tests.node.nodes import FREE, QUICK, run_cli, run_daemon, seen_by, verifier_node
+from tests.waiting import eventually
 
 NGRAM_ONLY = ("--proposer", "ngram")
 

@@ -31,13 +31,13 @@ from tests.node.nodes import (
     DRAFTER,
     VERIFIER,
     drafter_node,
-    eventually,
     model_state,
     offers,
     run_cli,
     seen_by,
     verifier_node,
 )
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = texts()["code"][:200]

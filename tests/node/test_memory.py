@@ -46,16 +46,8 @@ from kakeya.node.memory import EngineSetup, NodeMemory
 from tests.memory.example_plugin import Question
 from tests.memory.machine.test_panics import panic
 from tests.memory.worlds import ManualClock
-from tests.node.nodes import (
-    DRAFTER,
-    VERIFIER,
-    eventually,
-    model_state,
-    offers,
-    run_cli,
-    run_daemon,
-    seen_by,
-)
+from tests.node.nodes import DRAFTER, VERIFIER, model_state, offers, run_cli, run_daemon, seen_by
+from tests.waiting import eventually, until
 
 OTHER = "other-tiny"
 
@@ -321,15 +313,6 @@ async def in_process(
         yield memory
 
 
-async def until(what: str, probe: Callable[[], object], limit_s: float = 60.0) -> None:
-    try:
-        async with asyncio.timeout(limit_s):
-            while not probe():
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        raise AssertionError(f"not within {limit_s:g} s: {what}") from None
-
-
 TEXT_MODEL = ModelSpec(model_id=VERIFIER, source=VERIFIER, role=ModelRole.VERIFIER)
 DRAFT_MODEL = ModelSpec(model_id=DRAFTER, source=DRAFTER, role=ModelRole.PROPOSER)
 REQUEST = DecodeRequest(token_ids=[5, 6, 7], max_tokens=4)
@@ -342,10 +325,10 @@ async def test_a_model_that_was_given_up_leaves_the_ledger_and_is_tried_again_af
     options = EngineOptions(restart=RestartPolicy(max_deaths=1))
     async with in_process(tmp_path, [TEXT_MODEL], clock, options=options) as memory:
         model = memory.engines.get(VERIFIER)
-        await until("it is ready", lambda: model.state is ModelState.READY)
+        await until(lambda: model.state is ModelState.READY, "it is ready")
         assert model.backend is not None
         model.backend.kill("was to die in a test")
-        await until("it left the ledger", lambda: model.resident is None)
+        await until(lambda: model.resident is None, "it left the ledger")
         assert model.state is ModelState.FAILED
         assert "died 1 times" in model.last_error
         with pytest.raises(errors.PeerUnavailable, match="tried again later") as refused:
@@ -381,7 +364,7 @@ async def test_a_load_takes_of_the_time_that_a_request_gives_its_first_token(
         model = memory.engines.get(VERIFIER)
         waiting = model.decode(replace(REQUEST, deadline_s=1000))
         first = asyncio.ensure_future(anext(waiting))
-        await until("it waits", lambda: model.waiting)
+        await until(lambda: model.waiting, "it waits")
         clock.ahead_s += 600
         await first
         await waiting.aclose()
@@ -396,17 +379,17 @@ async def test_who_holds_the_room_of_a_model_that_is_away_takes_it_off_the_card(
     changes = asyncio.Event()
     async with in_process(tmp_path, [TEXT_MODEL], ShiftedClock(), on_change=changes.set) as memory:
         model = memory.engines.get(VERIFIER)
-        await until("it is ready", lambda: model.state is ModelState.READY)
+        await until(lambda: model.state is ModelState.READY, "it is ready")
         told: list[Event] = []
         memory.arbiter.on_event(told.append)
         memory.arbiter.unload("text", VERIFIER)
-        await until("it left", lambda: any(isinstance(one, ModelUnload) for one in told))
+        await until(lambda: any(isinstance(one, ModelUnload) for one in told), "it left")
         budget = memory.arbiter.status().budget_bytes
         for held, count in ((budget, 0), (0, 1)):
             changes.clear()
             memory.arbiter.hold("training", held)
             assert len(memory.engines.offered()) == count
-            await until("it is told", changes.is_set)
+            await until(changes.is_set, "it is told")
 
 
 async def test_a_model_is_asked_for_as_urgently_as_the_generation_is(tmp_path: Path) -> None:
@@ -548,9 +531,9 @@ async def test_engines_that_start_when_care_has_begun_or_ended_are_run_so(tmp_pa
         clock.advance(FIND_PERIOD_S)
         return seen() == expected
 
-    await until("care", lambda: is_so((True, 2, ("--max-running", "2"))))
+    await until(lambda: is_so((True, 2, ("--max-running", "2"))), "care")
     clock.advance(KEEP_S)
-    await until("no care", lambda: is_so(normal))
+    await until(lambda: is_so(normal), "no care")
     reading.cancel()
 
 
@@ -558,7 +541,7 @@ async def test_a_draft_loads_nothing_and_holds_what_it_uses(tmp_path: Path) -> N
     clock = ShiftedClock()
     async with in_process(tmp_path, [DRAFT_MODEL], clock) as memory:
         model = memory.engines.get(DRAFTER)
-        await until("it is ready", lambda: model.state is ModelState.READY)
+        await until(lambda: model.state is ModelState.READY, "it is ready")
         told: list[Event] = []
         memory.arbiter.on_event(told.append)
         draft = await model.draft([5, 6, 7], 3)
@@ -569,10 +552,10 @@ async def test_a_draft_loads_nothing_and_holds_what_it_uses(tmp_path: Path) -> N
         running = {task.name for task in memory.health() if task.failures == 0}
         assert {"memory keeper", "engine watch"} <= running
         memory.dispatched.dispatch(PressureLevel.LOW)
-        await until("it went", lambda: model.state is ModelState.UNLOADED)
+        await until(lambda: model.state is ModelState.UNLOADED, "it went")
         with pytest.raises(errors.PeerUnavailable, match="not in memory"):
             await model.draft([5, 6, 7], 3)
-        await until("it left the ledger", lambda: model.resident is None)
+        await until(lambda: model.resident is None, "it left the ledger")
 
 
 async def test_a_drafter_that_left_for_idleness_comes_back_when_a_draft_is_asked_for(
@@ -582,16 +565,16 @@ async def test_a_drafter_that_left_for_idleness_comes_back_when_a_draft_is_asked
     idle = {"KAKEYA_MEMORY_STAY_WARM_S": "60", "KAKEYA_MEMORY_UNLOAD_AFTER_S": "300"}
     async with in_process(tmp_path, [DRAFT_MODEL], clock, environ=idle) as memory:
         model = memory.engines.get(DRAFTER)
-        await until("it is ready", lambda: model.state is ModelState.READY)
+        await until(lambda: model.state is ModelState.READY, "it is ready")
         clock.ahead_s += 301
         memory.arbiter.hold("nothing", 0)
-        await until("it left", lambda: model.state is ModelState.UNLOADED)
-        await until("it left the ledger", lambda: model.resident is None)
+        await until(lambda: model.state is ModelState.UNLOADED, "it left")
+        await until(lambda: model.resident is None, "it left the ledger")
         assert not model.may_come_back
         assert model.can_serve, "a peer that plans by cards can ask for it"
         with pytest.raises(errors.PeerUnavailable, match="not in memory"):
             await model.draft([5, 6, 7], 3)
-        await until("it came back", lambda: model.state is ModelState.READY)
+        await until(lambda: model.state is ModelState.READY, "it came back")
 
 
 async def test_plug_ins_of_installed_distributions_share_memory_with_the_engines(
@@ -611,7 +594,7 @@ async def test_plug_ins_of_installed_distributions_share_memory_with_the_engines
         assert "no_such_plugin" in str(reports["broken"])
         question = Question(words=("b",), texts=("a a", "a b"))
         assert await memory.arbiter.request("rerank", "small", question) == ["a b", "a a"]
-        await until("text is there", lambda: memory.engines.get(VERIFIER).resident is not None)
+        await until(lambda: memory.engines.get(VERIFIER).resident is not None, "text is there")
         status = memory.status()
         held = {(one["capability"], one["model"]) for one in status["residents"]}  # type: ignore[attr-defined]
         assert held == {("rerank", "small"), ("text", VERIFIER)}
@@ -625,13 +608,13 @@ async def test_a_pinned_model_survives_pressure_and_a_wrong_pin_ends_the_start(
     pins = {"KAKEYA_MEMORY_PINNED": DRAFTER, "KAKEYA_MEMORY_STAY_WARM_S": "0"}
     async with in_process(tmp_path, [TEXT_MODEL, DRAFT_MODEL], clock, environ=pins) as memory:
         model = memory.engines.get(DRAFTER)
-        await until("it is ready", lambda: model.state is ModelState.READY)
+        await until(lambda: model.state is ModelState.READY, "it is ready")
         assert model.resident is not None
         assert model.resident.warmth.is_pinned
         told: list[Event] = []
         memory.arbiter.on_event(told.append)
         memory.dispatched.dispatch(PressureLevel.CRITICAL)
-        await until("it was felt", lambda: any(isinstance(one, MemoryPressure) for one in told))
+        await until(lambda: any(isinstance(one, MemoryPressure) for one in told), "it was felt")
         assert model.resident is not None
         assert not model.resident.is_leaving
     for wrong, says in (
@@ -647,7 +630,7 @@ async def test_a_pinned_model_survives_pressure_and_a_wrong_pin_ends_the_start(
 async def test_what_a_load_took_is_remembered_for_the_next_start(tmp_path: Path) -> None:
     async with in_process(tmp_path, [DRAFT_MODEL], ShiftedClock()) as memory:
         model = memory.engines.get(DRAFTER)
-        await until("it is ready", lambda: model.state is ModelState.READY)
+        await until(lambda: model.state is ModelState.READY, "it is ready")
         resident = model.resident
         assert resident is not None
         assert resident.measured_bytes is not None
@@ -683,7 +666,7 @@ async def test_what_an_engine_is_lent_counts_before_the_engine_hears_of_it(
     monkeypatch.setattr(engine_handler, "resident_bytes", lambda pid: 400 * MIB)
     async with in_process(tmp_path, [DRAFT_MODEL], ShiftedClock()) as memory:
         model = memory.engines.get(DRAFTER)
-        await until("it is ready", lambda: model.state is ModelState.READY)
+        await until(lambda: model.state is ModelState.READY, "it is ready")
         ((ledger_bytes, lent_bytes),) = counted
         assert ledger_bytes == lent_bytes
         assert model.resident is not None

@@ -31,8 +31,9 @@ from kakeya.cli.child import NodeProcess
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
 from tests.node.child_host import OUTCOMES, write_plugin
-from tests.node.nodes import eventually, model_state
+from tests.node.nodes import model_state
 from tests.node.test_overload import linux
+from tests.waiting import eventually
 
 REST_S = 60.0
 MINUTES = float(os.environ.get("KAKEYA_SOAK_MINUTES", "60"))

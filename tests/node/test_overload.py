@@ -30,7 +30,8 @@ from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import Channels
-from tests.node.nodes import QUICK, VERIFIER, eventually, model_state, seen_by, verifier_node
+from tests.node.nodes import QUICK, VERIFIER, model_state, seen_by, verifier_node
+from tests.waiting import eventually
 
 MIB = 1 << 20
 EXCHANGE = "/kakeya.v1.CapabilityService/ExchangeCapabilities"

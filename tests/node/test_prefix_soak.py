@@ -35,7 +35,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
 from kakeya.prefix.seam import WarmOutcome
-from tests.node.nodes import eventually, model_state, run_cli
+from tests.node.nodes import model_state, run_cli
 from tests.node.soak_load import (
     MODEL,
     Answer,
@@ -50,6 +50,7 @@ from tests.node.soak_load import (
 from tests.node.soak_load import words as some_words
 from tests.node.soak_sight import adds_up, file_bytes, spoil, unrest
 from tests.node.test_overload import linux
+from tests.waiting import eventually
 
 MINUTES = float(os.environ.get("KAKEYA_SOAK_MINUTES", "60"))
 SEED = int(os.environ.get("KAKEYA_SOAK_SEED", "0"))

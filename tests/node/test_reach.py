@@ -23,6 +23,7 @@ from kakeya.node.reach import OwnAddresses
 from kakeya.wire.server.listeners import Listeners
 from tests.fakes import SettableClock
 from tests.netns import needs_all_loopback
+from tests.waiting import until
 
 NOW = 1_800_000_000.0
 
@@ -79,12 +80,7 @@ class Rig:
         self.changes += 1
 
     async def until_listening_on(self, *hosts: str) -> None:
-        await self.until(lambda: set(self.reach.hosts) == set(hosts))
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():
-                await asyncio.sleep(0.02)
+        await until(lambda: set(self.reach.hosts) == set(hosts))
 
 
 @asynccontextmanager
@@ -145,7 +141,7 @@ async def test_a_cable_that_is_plugged_in_or_pulled_changes_the_addresses_and_te
         assert rig.reach.policy().may_dial(new) == "it is this node's own"
         cables.hosts.remove("127.0.0.2")
         # An address that went is closed first, which takes up to a second; only then is it told.
-        await rig.until(lambda: rig.changes == 2)
+        await until(lambda: rig.changes == 2)
         assert rig.reach.hosts == ("127.0.0.3",)
         assert not await accepts(f"127.0.0.2:{rig.reach.port}")
         assert rig.reach.advertised == new

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from kakeya.cli.child import NodeProcess
 from kakeya.mlx.numerics.blas import preload_blas
 from kakeya.sessions.client import Client
-from tests.node.nodes import eventually, model_state
+from tests.node.nodes import model_state
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 FRANCE = {"role": "user", "content": "What is the capital of France?"}

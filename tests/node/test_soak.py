@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from kakeya.node.agent import GRACE_S
-from tests.node.nodes import VERIFIER, drafter_node, eventually, model_state, verifier_node
+from tests.node.nodes import VERIFIER, drafter_node, model_state, verifier_node
 from tests.node.test_daemon import seconds_to_stop_while_decoding
 from tests.node.test_fleet_of_nodes import generate
 from tests.node.test_overload import exchange_while_generating
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 STOPS = 50

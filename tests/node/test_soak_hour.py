@@ -17,9 +17,10 @@ import pytest
 
 from kakeya.cli.child import NodeProcess
 from kakeya.core.units import MIB
-from tests.node.nodes import QUICK, eventually, seen_by, verifier_node
+from tests.node.nodes import QUICK, seen_by, verifier_node
 from tests.node.test_fleet_of_nodes import generate
 from tests.node.test_overload import linux, resident_bytes, send
+from tests.waiting import eventually
 
 HOUR_S = 3600.0
 NAMES = ("verifier", "n1", "n2", "n3")

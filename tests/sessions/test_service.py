@@ -32,14 +32,9 @@ from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from tests.fakes import FakeClock
 from tests.sessions.conftest import running_node
 from tests.sessions.toy import HashServedModel, expected
+from tests.waiting import until
 
 PROMPT = [5, 6, 7]
-
-
-async def until(condition, seconds=60.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def generate(session, max_tokens, **options):

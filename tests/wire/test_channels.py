@@ -17,6 +17,7 @@ from kakeya.wire.channels import IDLE_S, Channels, is_local, open_channel, sync_
 from kakeya.wire.security import CertRole, TlsMaterial
 from kakeya.wire.tls import CERTIFICATE_FILE, FolderSecurity, MaterialFolder, fleet_of
 from tests.fakes import FakeClock
+from tests.waiting import until
 from tests.wire.certificates import Fleet, write
 from tests.wire.servers import call, listening, methods, path
 
@@ -40,13 +41,6 @@ class Security:
 def encrypted(security: Security, on_lost: Callable[[str], None] | None = None) -> Channels:
     """Channels that take loopback for another machine."""
     return Channels(security=security, on_lost=on_lost, is_plain=lambda _: False)
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.wire.channels import Keepalive
 from tests.fakes import set_by
 from tests.sessions.toy import expected
+from tests.waiting import until
 
 FAST = EngineOptions(
     start_timeout_s=20.0,
@@ -82,12 +83,6 @@ async def collect(model, asked, on_token=None):
 
 def wanted(asked):
     return expected(asked.token_ids, asked.max_tokens, sampling=asked.sampling)[0]
-
-
-async def until(condition, seconds=60.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def is_alive(pid):

@@ -15,9 +15,10 @@ from blockbuster import blockbuster_ctx
 from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.facts import ModelState
 from kakeya.generation.request import Sampling
-from tests.backends.engine.test_backend import FAST, _lines, backend, is_alive, until
+from tests.backends.engine.test_backend import FAST, _lines, backend, is_alive
 from tests.sessions.conftest import running_node
 from tests.sessions.toy import expected
+from tests.waiting import until
 
 PROMPT = [5, 6, 7]
 

@@ -25,8 +25,9 @@ from kakeya.core.process import resident_bytes
 from kakeya.generation.frames import Done, Tokens
 from kakeya.generation.kv import PageRef
 from kakeya.generation.request import DecodeRequest
-from tests.backends.engine.test_backend import FAST, backend, until
+from tests.backends.engine.test_backend import FAST, backend
 from tests.mlx.random_models import write_model
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MIB = 1 << 20
@@ -175,7 +176,7 @@ async def test_one_that_is_asked_to_end_comes_back_at_once_and_counts_no_death()
             before = engine.pid
             engine.end("is tried out")
             assert engine.pid == before
-            await until(lambda before=before: engine.pid not in (None, before), 120.0)
+            await until(lambda before=before: engine.pid not in (None, before), limit_s=120.0)
             await engine.ready(20.0)
             assert engine.restarts == count
 
@@ -189,5 +190,5 @@ async def test_while_it_is_not_up_nothing_is_asked_of_it_and_limits_are_kept(
     with pytest.raises(PeerUnavailable):
         await engine.set_limits(kv_bytes=8 * BLOCK_BYTES)
     assert await engine.footprint() is None
-    await until(lambda: engine.restarts == 1, 120.0)
+    await until(lambda: engine.restarts == 1, limit_s=120.0)
     assert (await engine.ready(120.0)).longest_tokens == 8 * 256

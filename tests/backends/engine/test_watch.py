@@ -35,6 +35,7 @@ from kakeya.memory.machine.pressure import Reading
 from kakeya.memory.pressure_sources import footprint
 from tests.backends.engine.test_backend import FAST, is_alive
 from tests.mlx.random_models import write_model
+from tests.waiting import until
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -85,12 +86,6 @@ class Handler:
 
     async def run(self, backend: object, payload: object) -> object:
         raise NotImplementedError
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def size_of(backend: EngineBackend) -> int:

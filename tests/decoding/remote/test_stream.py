@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -33,6 +32,7 @@ from kakeya.v1.drafts_pb2_grpc import (
 )
 from tests.decoding.servers import serving
 from tests.decoding.toys import VOCAB, HashModel
+from tests.waiting import wait_until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 PATIENCE_S = 10.0
@@ -41,13 +41,6 @@ PATIENCE_S = 10.0
 def ngrams(**limits: float) -> tuple[ProposerService, DraftStreamService]:
     proposers = ProposerService({"ngram": NGramProposer()})
     return proposers, DraftStreamService(proposers, limits=StreamLimits(**limits))
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return holds
 
 
 @contextmanager
@@ -64,7 +57,7 @@ def streaming(proposer: RemoteProposer, prompt: Sequence[int] = PROMPT) -> Itera
     """A peer whose stream is open."""
     peer = StreamedPeer(proposer)
     peer.prepare(prompt, noise=None)
-    assert until(lambda: peer._stream is not None and peer._stream.is_open)
+    wait_until("a stream is open", lambda: peer._stream is not None and peer._stream.is_open)
     try:
         yield peer
     finally:
@@ -128,7 +121,7 @@ def test_a_peer_without_streams_is_asked_by_calls_and_not_tried_again() -> None:
     with serving(ngrams()[0]) as address, proposing(address) as proposer:
         peer = StreamedPeer(proposer)
         assert ask(peer, [1, 2, 1, 2, 1]).tokens[:2] == (2, 1)
-        assert until(lambda: not proposer.may_stream())
+        wait_until("no more streams", lambda: not proposer.may_stream())
         assert not isinstance(peer.begin([1, 2], 4, noise=None), StreamedDraft)
         assert (proposer.stats.failures, proposer.breaker.state) == (0, BreakerState.CLOSED)
 
@@ -170,9 +163,9 @@ def test_a_draft_model_gets_text_and_noise_and_is_stopped_when_overtaken() -> No
         peer = StreamedPeer(proposer)
         noise = SamplingNoise(seed=-7, temperature=0.5)
         peer.prepare([1, 2], noise=noise)
-        assert until(lambda: peer._stream is not None and peer._stream.is_open)
+        wait_until("a stream is open", lambda: peer._stream is not None and peer._stream.is_open)
         first = peer.begin([1, 2, 3, 4], 2, noise=noise)
-        assert until(lambda: len(model.asked) == 1)
+        wait_until("it is asked", lambda: len(model.asked) == 1)
         assert first is not None
         peer.abandon(first)
         second = peer.begin([1, 2, 9], 2, noise=noise)
@@ -365,7 +358,9 @@ def test_a_rude_peer_costs_time_and_never_a_token(habit: str) -> None:
     ):
         with streaming(proposer) as peer:
             assert generate(peer, 60) == plain
-        assert until(lambda: "draft-stream" not in {t.name for t in threading.enumerate()})
+        wait_until(
+            "the thread ends", lambda: "draft-stream" not in {t.name for t in threading.enumerate()}
+        )
 
 
 @pytest.mark.parametrize(
@@ -387,7 +382,7 @@ def test_a_failure_counts_ends_the_stream_and_is_followed_by_calls(
     ):
         pending = peer.begin([*PROMPT, 1], 4, noise=None)
         assert isinstance(pending, StreamedDraft)
-        assert until(lambda: pending.arrived_mono is not None)
+        wait_until("an answer comes", lambda: pending.arrived_mono is not None)
         with pytest.raises(failure):
             peer.finish(pending)
         assert proposer.stats.failures == 1
@@ -416,7 +411,7 @@ def proposing_to_a_lost_server(
         proposer = RemoteProposer(address, "ngram", timeout_s=0.5)
         peer = StreamedPeer(proposer)
         peer.prepare(PROMPT, noise=None)
-        assert until(lambda: peer._stream is not None and peer._stream.is_open)
+        wait_until("a stream is open", lambda: peer._stream is not None and peer._stream.is_open)
     yield peer
     peer.leave()
     proposer.close()
@@ -428,6 +423,8 @@ def test_a_generation_that_ends_leaves_no_thread_and_no_stream() -> None:
         for _ in range(5):
             with streaming(proposer):
                 pass
-        assert until(lambda: "draft-stream" not in {t.name for t in threading.enumerate()})
-        assert until(lambda: services[1].streams == 0)
+        wait_until(
+            "the thread ends", lambda: "draft-stream" not in {t.name for t in threading.enumerate()}
+        )
+        wait_until("the peer has no stream", lambda: services[1].streams == 0)
         assert services[1].held_tokens == 0

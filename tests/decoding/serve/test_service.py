@@ -17,6 +17,7 @@ from kakeya.decoding.serve.service import AsyncDrafter, ProposerService
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
 from tests.decoding.toys import ToyProposer
+from tests.waiting import until
 
 REPEATING = [1, 2, 3, 1, 2, 3]
 Stub = rpc.ProposerServiceStub
@@ -90,12 +91,6 @@ class CountingService(ProposerService):
             return await super().ProposeBlock(request, context)
         finally:
             self.now -= 1
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_answers_a_block_of_exactly_the_size_with_what_is_meant(serve):

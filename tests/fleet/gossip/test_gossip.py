@@ -22,7 +22,8 @@ from kakeya.fleet.view.registry import REMEMBER_S
 from kakeya.fleet.view.slices import finish
 from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock
-from tests.fleet.nodes import NOW, make_registry, make_wire, running_node, until, verifier
+from tests.fleet.nodes import NOW, make_registry, make_wire, running_node, verifier
+from tests.waiting import until
 
 # --- whom
 

@@ -48,6 +48,7 @@ from kakeya.v1.fleet_pb2_grpc import JoinServiceStub
 from kakeya.wire.security import CertRole
 from kakeya.wire.server.sockets import accepted
 from tests.fakes import SettableClock
+from tests.waiting import until
 
 PEERS = ("192.168.1.5:50051", "192.168.1.6:50051")
 
@@ -92,12 +93,6 @@ async def enter(
 
 async def held(home: Path) -> Identity | None:
     return await asyncio.to_thread(load_identity, home)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_one_token_makes_a_member_that_its_fleet_believes(tmp_path: Path) -> None:

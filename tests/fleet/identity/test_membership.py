@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ from kakeya.wire.security import Caller, CertRole
 from kakeya.wire.server.authorization import current_caller
 from kakeya.wire.server.listeners import Listeners
 from tests.fakes import FakeClock, SettableClock
+from tests.waiting import until
 
 LIFE_S = 3600.0
 
@@ -117,12 +118,6 @@ async def two_nodes(folder: Path, clock: Clock) -> AsyncIterator[tuple[Node, Nod
             cards = [one.card(), two.card()]
             one.cards[:] = two.cards[:] = cards
             yield one, two
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def held(home: Path) -> Identity | None:

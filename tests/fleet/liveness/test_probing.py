@@ -21,9 +21,10 @@ from kakeya.fleet.view.suspicion import Doubt, Sign
 from kakeya.v1.fleet_pb2 import ProbeRequest, ProbeResponse
 from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock
-from tests.fleet.nodes import NOW, Node, make_registry, make_wire, running_node, until
+from tests.fleet.nodes import NOW, Node, make_registry, make_wire, running_node
 from tests.fleet.probers import Probing, probing_node
 from tests.fleet.proxy import running_proxy
+from tests.waiting import until
 
 PROBE = "/kakeya.v1.GossipService/Probe"
 

@@ -31,7 +31,7 @@ from kakeya.fleet.paths.discovery import (
     multicast_errno,
 )
 from tests import netns
-from tests.fleet.nodes import until
+from tests.waiting import until
 
 REPO = Path(__file__).parents[3]
 WITHIN_S = 2.0

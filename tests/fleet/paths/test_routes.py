@@ -13,8 +13,9 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Endpoint
 from kakeya.fleet.paths.endpoints import REPROBE_S, WATCH_S, RouteChange
 from kakeya.fleet.paths.routes import Routes
-from tests.fleet.nodes import Node, make_wire, running_node, until
+from tests.fleet.nodes import Node, make_wire, running_node
 from tests.fleet.proxy import running_proxy
+from tests.waiting import until
 
 
 class SteppingClock(SystemClock):

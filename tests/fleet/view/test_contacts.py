@@ -18,8 +18,9 @@ from kakeya.fleet.placement.placement import plan_spec_decode_placement
 from kakeya.fleet.view.beats import Beats
 from kakeya.fleet.view.contacts import MAX_PLACES, FirstHandContacts
 from tests.fleet.members import House, Member, member, sealed_card
-from tests.fleet.nodes import NOW, proposer, until, verifier
+from tests.fleet.nodes import NOW, proposer, verifier
 from tests.fleet.talk import Party, ToyTrust, exchange, make_party
+from tests.waiting import until
 
 DRAFT = proposer("draft")
 

@@ -14,7 +14,8 @@ from kakeya.core.errors import Cancelled
 from kakeya.gateway.http.connection import Connection, HttpLimits
 from kakeya.generation.facts import ModelState
 from tests.fakes import set_by
-from tests.gateway.toy import Pace, ToyModel, make_folder, serving, until
+from tests.gateway.toy import Pace, ToyModel, make_folder, serving
+from tests.waiting import until
 
 PREFILL = Pace(prefill_s=60.0)
 DECODE = Pace(step_s=0.02)
@@ -240,4 +241,4 @@ async def test_many_clients_that_leave_at_once_leave_nothing_behind(folder):
         await until(lambda: model.open == 30)
         for writer in writers:
             writer.close()
-        await until(lambda: model.open == 0, within_s=1.0)
+        await until(lambda: model.open == 0, limit_s=1.0)

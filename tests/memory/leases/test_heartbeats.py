@@ -15,7 +15,8 @@ from kakeya.memory.leases.guard import LeaseGuard
 from kakeya.memory.leases.lease import ProcessLease
 from kakeya.memory.leases.processes import Census, ProcessTree
 from tests.fakes import FakeClock, set_by
-from tests.memory.leases.world import borrower, eventually, sqlite_stores, wish
+from tests.memory.leases.world import borrower, sqlite_stores, wish
+from tests.waiting import eventually
 
 
 class Faltering(Census):

@@ -35,13 +35,13 @@ from tests.memory.leases.world import (
     REDIS,
     MakeStore,
     borrower,
-    eventually,
     real_redis,
     redis_stores,
     sqlite_stores,
     wish,
 )
 from tests.memory.toy import Toy, capability
+from tests.waiting import eventually
 
 BUDGET = 1000 * MIB
 HOG = """

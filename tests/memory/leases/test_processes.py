@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from kakeya.memory.leases.processes import (
 )
 from kakeya.memory.leases.rules import MachineSight, is_dead
 from tests.darwin_library import ZOMBIE, DarwinLibrary, argument_bytes, process_bytes
+from tests.waiting import wait_until
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -83,13 +83,6 @@ def lease_of(*processes: Process, lease_id: str = "a") -> ProcessLease:
     )
 
 
-def until(probe: Callable[[], bool], limit_s: float = 60.0) -> None:
-    end = time.monotonic() + limit_s
-    while not probe():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def lives(census: Census, lease: ProcessLease) -> bool | None:
     return census.look(Book(leases={"a": lease}), 0.0).living.get("a")
 
@@ -110,7 +103,7 @@ def test_a_killed_process_is_dead_before_anybody_waited_for_it() -> None:
         lease = lease_of(census.identify(child.pid))
         assert lives(census, lease) is True
         os.kill(child.pid, signal.SIGKILL)
-        until(lambda: lives(census, lease) is False)
+        wait_until("the lease has no living process", lambda: lives(census, lease) is False)
         with pytest.raises(errors.NotFound, match="no process"):
             census.identify(child.pid)
 
@@ -171,7 +164,7 @@ def test_a_child_that_was_seen_keeps_the_lease_when_its_parent_ends() -> None:
         assert tree.is_alive
         assert [one.pid for one in tree.processes] == [child.pid, orphan]
         os.kill(orphan, signal.SIGKILL)
-        until(lambda: lives(census, lease) is False)
+        wait_until("the lease has no living process", lambda: lives(census, lease) is False)
         assert not census.process_trees((lease,))["a"].is_alive
 
 
@@ -202,7 +195,7 @@ def test_a_child_that_nobody_saw_is_known_by_its_mark() -> None:
         assert census.process_trees((lease,))["a"].processes[1].pid == orphan
         assert lives(census, lease_of(census.identify(os.getpid()), lease_id="a")) is True
         os.kill(orphan, signal.SIGKILL)
-        until(lambda: lives(census, lease) is False)
+        wait_until("the lease has no living process", lambda: lives(census, lease) is False)
 
 
 @linux

@@ -103,10 +103,3 @@ async def borrowing(make: MakeStore, *, budget: int = GIB) -> AsyncIterator[Borr
     census = await asyncio.to_thread(Census)
     async with make() as store:
         yield borrower(store, census, budget=budget)
-
-
-async def eventually(what: str, probe: Callable[[], object], *, limit_s: float = 60.0) -> None:
-    until = time.monotonic() + limit_s
-    while not await asyncio.to_thread(probe):
-        assert time.monotonic() < until, f"not within {limit_s:g} s: {what}"
-        await asyncio.sleep(0.02)

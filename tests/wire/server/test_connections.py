@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kakeya.core.errors import Refused
 from kakeya.wire.server.connections import Connections, surplus
 from kakeya.wire.server.sockets import Peer, hang_up, open_peers, peer_of
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -105,12 +106,6 @@ async def use(book: Connections, caller: str, peer: Peer) -> None:
     await book.admit(caller, peer)
     with book.call(caller, peer):
         pass
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_the_connection_idle_for_longest_makes_room_for_a_new_one() -> None:
