@@ -7,6 +7,9 @@ times: the same grammar is refused on every machine, and at the same token.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,11 +26,14 @@ if TYPE_CHECKING:
 
 GRAMMAR = "grammar"
 """The draft source of tokens that a grammar forces."""
-MOST_CHARS = 512 << 10
-"""Of a grammar's text: an enum of 15,000 values."""
+MOST_CHARS = 256 << 10
+"""Of a grammar's text: an enum of 9,000 values."""
+_MOST_KEYS = 1_000
+"""Of one JSON object in it: compilation takes time by their square, 0.1 s of a slow core for so
+many properties, and looks at its other bounds only afterwards."""
+_MOST_PATTERNS = 80
+"""Of one patternProperties: by their cube, 0.05 s of the same core."""
 _MOST_SYMBOLS = 20_000
-"""Compilation takes time by their square: 0.4 s of a slow core at a schema with 2,000 optional
-properties."""
 _MOST_ITEMS = 5_000
 """Of the parser in one mask: about 40 ms of the same core."""
 _COMPILERS = 2
@@ -135,6 +141,7 @@ class Grammars:
             raise InvalidArgument(
                 f"the grammar has {len(grammar):,} characters, more than {MOST_CHARS:,}"
             )
+        _check_widths(grammar)
         tokenizer = self._built()
         from llguidance import LLMatcher, LLParserLimits
 
@@ -171,6 +178,29 @@ class Grammars:
                 f"{self._model_id} can follow no grammar: {self._file} has no tokenizer that "
                 f"llguidance reads ({problem})"
             ) from None
+
+
+def _check_widths(grammar: str) -> None:
+    """Raise InvalidArgument for schemas with objects that are too wide; whatever is no JSON is left
+    to the compiler."""
+    decoder = json.JSONDecoder(object_pairs_hook=_checked_width)
+    starts = [match.end() for match in re.finditer(r"%json\s*|\A\s*(?=\{)", grammar)]
+    for start in starts:
+        with contextlib.suppress(ValueError, RecursionError):  # it refuses deep ones too
+            decoder.raw_decode(grammar, start)
+
+
+def _checked_width(pairs: list[tuple[str, object]]) -> int:
+    """The number of keys of an object."""
+    for key, value in [("an object", len(pairs)), *pairs]:
+        most = _MOST_PATTERNS if key == "patternProperties" else _MOST_KEYS
+        if isinstance(value, int) and value > most and key in ("an object", "patternProperties"):
+            raise InvalidArgument(
+                f"{key} of the grammar has {value:,} keys, more than {most:,}", param="grammar"
+            )
+        if isinstance(value, str) and "%json" in value:
+            _check_widths(value)
+    return len(pairs)
 
 
 def _refusal(matcher: LLMatcher) -> InvalidArgument:

@@ -86,7 +86,7 @@ def test_tokens_are_the_same_with_drafts_and_after_a_restart(rig: Rig, job: Deco
 
 
 @given(schema=SCHEMAS, job=JOBS, share=st.floats(0, 1))
-@law(600)
+@law(300)
 def test_answers_follow_their_schema_however_they_were_computed(
     rig: Rig, schema: Schema, job: DecodeJob, share: float
 ):
