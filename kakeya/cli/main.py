@@ -1,6 +1,6 @@
-"""The command line beside the daemon: status, plan, generate, demo, doctor, and fleet commands.
+"""The command line beside the daemon: status, plan, generate, explain, demo, doctor, and others.
 
-Each command finds the node that runs in the data directory. The commands status, plan and generate
+Each command finds the node that runs in the data directory. Status, plan, generate and explain
 also take `--node HOST:PORT` or `--node https://HOST:PORT`, the address of a node's HTTP interface,
 and send the API key in KAKEYA_API_KEY, if there is one; the others act as the owner of a node, on
 its own machine. Exit status: 0 done, 1 the node refused or does not run, 2 the command line is
@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import quote
 
 from kakeya.cli import adapters as adapter_cli
 from kakeya.cli import cache as cache_cli
@@ -76,6 +77,8 @@ def _run(options: argparse.Namespace) -> int:
             return _status(node, as_json=options.json, watch=options.watch)
         case "plan":
             return _plan(node, as_json=options.json)
+        case "explain":
+            return _explain(node, options.request_id, as_json=options.json)
         case _:
             return _generate(node, options)
 
@@ -95,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     status = _command(commands, "status", "show the node's models, memory and peers")
     status.add_argument("--watch", action="store_true", help="show it again every second")
     _command(commands, "plan", "show which nodes would verify and draft, and why")
+    explain = _command(commands, "explain", "tell what of a request's prompt was cached, and why")
+    explain.add_argument("request_id", metavar="REQUEST", help="x-request-id of its answer")
     generate = _command(commands, "generate", "continue a text, streamed to stdout")
     generate.add_argument("--prompt", metavar="TEXT", help="the text to continue (else stdin)")
     generate.add_argument("--model", default="", metavar="ID", help="default: the node's first")
@@ -168,6 +173,14 @@ def _plan(node: NodeApi, *, as_json: bool) -> int:
 
         show_plan(plan)
     return 0 if plan.get("placement") else 1
+
+
+def _explain(node: NodeApi, request_id: str, *, as_json: bool) -> int:
+    from kakeya.cli.explain import explanation
+
+    found = node.get(f"/api/v1/requests/{quote(request_id, safe='')}")
+    print(json.dumps(found) if as_json else "\n".join(explanation(found)))
+    return 0
 
 
 def _number(written: str) -> float:

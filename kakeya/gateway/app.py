@@ -13,6 +13,7 @@
                                          only drafts, all that draft), else 503 and why
     GET  /metrics                        Prometheus
     GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
+    GET  /api/v1/requests/{id}           what of a recent request's prompt was cached, and why
 
 Parsing is in `openai`, running in `generation`, admission and errors in `edge`.
 """
@@ -35,6 +36,7 @@ import kakeya
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
 from kakeya.gateway.embeddings import Embeddings
+from kakeya.gateway.explain import ExplainRoute
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.generation import GenerationRoute, Generations, client_of
 from kakeya.gateway.http.authorization import KeyCheck
@@ -115,6 +117,7 @@ def build_app(
         store=ResponseStore(most_bytes=store_bytes, mono=clock.mono),
         created_at=int(clock.wall()),
         embedding=EmbeddingRoute(Embeddings(directory, texts, metrics, limits), clock),
+        explain=ExplainRoute(generations.recent, texts),
     )
     app = Starlette(
         routes=gateway.routes(),
@@ -153,7 +156,9 @@ class Gateway:
         store: ResponseStore,
         created_at: int,
         embedding: EmbeddingRoute,
+        explain: ExplainRoute,
     ) -> None:
+        self._explain = explain
         self._embedding = embedding
         self._directory = directory
         self._generations = generations
@@ -191,6 +196,7 @@ class Gateway:
             Route("/metrics", self.metrics),
             Route("/api/v1/status", self.node_status),
             Route("/api/v1/fleet", self.fleet),
+            Route("/api/v1/requests/{request_id}", self._explain.answer),
         ]
 
     async def list_models(self, request: Request) -> Response:

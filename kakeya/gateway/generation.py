@@ -38,6 +38,7 @@ from kakeya.gateway.http.request_ids import answer_id
 from kakeya.gateway.openai.messages import call_of
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
+from kakeya.gateway.recent import RecentRequests, RequestRecord
 from kakeya.gateway.reply import AnswerHead, Dialect, Reply
 from kakeya.gateway.request import (
     ChatRequest,
@@ -54,6 +55,7 @@ from kakeya.generation.frames import Tokens
 from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
 from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.generation.retention import Retention
+from kakeya.prefix.names.keys import resolve_key
 from kakeya.prefix.seam import Precache, PrefixClaim
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.changing_lines import move_changing_lines
@@ -80,6 +82,7 @@ class HttpGeneration:
     asked: Request
     prompt: str | tuple[int, ...]  # as its caller wrote it; "" for a conversation
     claim: PrefixClaim
+    record: RequestRecord | None  # of the first answer to a request
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -106,6 +109,7 @@ class Generations:
         self._rng = rng
         self._precache = precache
         self._crowd = FairBound(limits.generations)
+        self.recent = RecentRequests()
         self.limits = limits
 
     def connection(
@@ -190,6 +194,16 @@ class Generations:
         claim = PrefixClaim(
             model_id=model.model_id, facts=facts, client=client_of(scope), use=asked.params.cache
         )
+        record = RequestRecord(
+            request_id=answer_id(scope, reply.id_prefix),
+            owner=share_of(claim.client, scope),
+            model_id=model.model_id,
+            model_path=facts.model_path,
+            block_tokens=facts.kv_block_tokens,
+            conversation=resolve_key(claim.use.keys) or "",
+            moved=moved_of(scope),
+            ready_s=self._clock.mono() - began_mono,
+        )
         jobs: list[HttpGeneration] = []
         prompt_tokens = 0
         for prompt in _prompts(asked):
@@ -207,10 +221,12 @@ class Generations:
                         asked=asked,
                         prompt=prompt,
                         claim=claim,
+                        record=None if jobs else record,
                     )
                 )
+        record.prepared_s = self._clock.mono() - began_mono
         reply.head = AnswerHead(
-            answer_id=answer_id(scope, reply.id_prefix),
+            answer_id=record.request_id,
             created_at=int(self._clock.wall()),
             model=model.model_id,
             prompt_tokens=prompt_tokens,
@@ -314,6 +330,8 @@ class Generations:
                         if answer.completion_tokens == 0:
                             waited_s = self._clock.mono() - job.began_mono
                             self._metrics.first_token(model_id, waited_s)
+                            if job.record is not None:
+                                job.record.first_token_s = waited_s
                         job.token_ids.extend(frame.token_ids)
                     for part in answer.take(frame):
                         yield answer, part
@@ -324,6 +342,17 @@ class Generations:
             self._metrics.generation_ended(
                 model_id, answer.completion_tokens, is_abandoned=answer.finish_reason is None
             )
+            self._remember(job)
+
+    def _remember(self, job: HttpGeneration) -> None:
+        record, answer = job.record, job.answer
+        if record is None:
+            return
+        record.ended_s = self._clock.mono() - job.began_mono
+        record.prefill_s = None if answer.usage is None else answer.usage.prefill_s
+        record.cached_tokens = answer.cached_tokens
+        record.finish_reason = answer.finish_reason or ""
+        self.recent.add(record, job.request.token_ids, job.token_ids)
 
     async def run_all(
         self, jobs: Sequence[HttpGeneration]

@@ -86,7 +86,7 @@ class PromptCuts:
             if len(self._stable) > _MAX_STABLE:
                 self._stable.popitem(last=False)
         self._stable.move_to_end(key)
-        return _alike(packed, known)
+        return common_tokens(packed, known)
 
     async def _look(self) -> Signs:
         """Find the tokens of the template, by conversations that differ in one message only."""
@@ -133,8 +133,8 @@ def _spaced(places: Iterable[int], always: Collection[int]) -> Iterator[int]:
             last = place
 
 
-def _alike(one: bytes, other: bytes) -> int:
-    """The count of tokens that two texts begin with in common."""
+def common_tokens(one: bytes, other: bytes) -> int:
+    """The count of tokens that two texts, packed, begin with in common."""
     alike, unknown = 0, min(len(one), len(other)) // _TOKEN_BYTES
     while alike < unknown:  # by halves: this is on the event loop, and texts are long
         middle = (alike + unknown + 1) // 2

@@ -2,6 +2,7 @@
 
     /, /health, /healthz      no key: they tell that a node is here, and nothing of it
     /metrics, /api/v1/...     a key of role admin: they tell of the fleet and of other clients
+    /api/v1/requests/...      any key: each client may see its own requests, see `sees_all`
     all others                any key
 
 A caller on this machine needs no key, unless the owner wants one of all. A caller behind a proxy on
@@ -22,6 +23,7 @@ from kakeya.gateway.http.keys import ApiKey, KeyRing, KeyRole
 from kakeya.wire.security import CLIENT_NAME
 
 _OPEN = frozenset({"/", "/health", "/healthz"})
+_SEES_ALL = "kakeya.sees_all"
 _MAPPED = "::ffff:"
 """How a socket for IPv4 and IPv6 shows an address of IPv4."""
 
@@ -53,8 +55,17 @@ class KeyCheck:
             holder = holder or await self.ring.find(key)
         if holder is not None:
             _name_client(scope, holder.name)
+        is_admin = holder is not None and holder.role is KeyRole.ADMIN
+        scope[_SEES_ALL] = is_admin or (self.needed != "always" and _is_local(scope))
         if self.needed == "always" or (self.needed == "remote" and not _is_local(scope)):
             _check_holder(holder, scope["path"], is_given=bool(given))
+
+
+def sees_all(scope: Scope) -> bool:
+    """Whether a caller may see the requests of other clients: the owner, by a key of role admin or
+    on the node's own machine."""
+    found: bool = scope.get(_SEES_ALL, _is_local(scope))
+    return found
 
 
 def _check_holder(holder: ApiKey | None, path: str, *, is_given: bool) -> None:
@@ -66,7 +77,8 @@ def _check_holder(holder: ApiKey | None, path: str, *, is_given: bool) -> None:
             else "an API key is needed: send it as Authorization: Bearer KEY or as x-api-key; the "
             "owner of the node makes one there with kakeya key add NAME"
         )
-    needs_admin = path == "/metrics" or path.startswith("/api/v1/")
+    is_of_node = path.startswith("/api/v1/") and not path.startswith("/api/v1/requests/")
+    needs_admin = path == "/metrics" or is_of_node
     if needs_admin and holder.role is not KeyRole.ADMIN:
         raise Denied(
             f"{path} needs a key of role admin, and that of {holder.name} has the role "

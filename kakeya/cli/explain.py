@@ -1,0 +1,33 @@
+"""`kakeya explain`: why so much, or so little, of a request's prompt was found in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+_WAITS = ("load", "render", "queue", "prefill", "decode", "total")
+
+
+def explanation(found: Mapping[str, object]) -> Iterator[str]:
+    """The lines for a person, of an answer of /api/v1/requests/{id}."""
+    yield f"{found['id']} of {found['model']}"
+    yield (
+        f"  prompt   {found['prompt_tokens']} tokens: {found['cached_tokens']} cached, "
+        f"{found['computed_tokens']} computed"
+    )
+    if found.get("conversation"):
+        yield f"  key      {found['conversation']}"
+    yield f"  why      {found['reason']}"
+    text = found.get("text")
+    if isinstance(text, dict) and text:
+        yield f"  token    {found['parted_at_token']} is the first that was not cached:"
+        yield f"           {text['before']!r}"
+        yield f"        -> {text['behind']!r}"
+        if "earlier_behind" in text:
+            yield f"    before {text['earlier_behind']!r}"
+    moved = found.get("moved")
+    if isinstance(moved, list) and moved:
+        yield f"  moved    {', '.join(map(str, moved))}: lines that change with every request"
+    waits = found.get("waits_s")
+    if isinstance(waits, dict):
+        said = [f"{name} {waits[name]:.3f} s" for name in _WAITS if waits.get(name) is not None]
+        yield f"  waits    {', '.join(said)}"

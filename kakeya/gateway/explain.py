@@ -1,0 +1,173 @@
+"""GET /api/v1/requests/{id}: why so much, or so little, of a prompt was found in the cache.
+
+The prompt is compared with that of the conversation's turn before, or with the one that is most
+alike. The first token at which it left what was cached is named, with the text around it; then what
+was moved, and the waits. A record is shown to the client that sent the request, to keys of role
+admin, and to callers on the node's own machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from kakeya.core.errors import KakeyaError, NotFound
+from kakeya.core.units import unpack_ids
+from kakeya.gateway.generation import client_of
+from kakeya.gateway.http.authorization import sees_all
+from kakeya.gateway.openai.share_params import share_of
+from kakeya.gateway.recent import TOKEN_BYTES, RecentRequests, RequestRecord
+from kakeya.text.text import TextModel, Texts
+
+AROUND_CHARS = 60
+"""As many tokens are decoded: nearly each stands for a character at least."""
+
+
+class RequestUnknown(NotFound):
+    """No record of the request is kept, or none that this caller may see."""
+
+    code = "request_not_found"
+
+
+class ExplainRoute:
+    """The endpoint."""
+
+    def __init__(self, recent: RecentRequests, texts: Texts) -> None:
+        self._recent = recent
+        self._texts = texts
+
+    async def answer(self, request: Request) -> Response:
+        """Explain one request. Raises RequestUnknown."""
+        request_id = request.path_params["request_id"]
+        record = self._recent.find(request_id)
+        if record is None or not _may_see(request.scope, record):
+            raise RequestUnknown(
+                f"no request {request_id[:80]!r} of this client has ended here lately; its id is "
+                "the header x-request-id of its answer"
+            )
+        nearest = self._recent.nearest(record)
+        body = explained(record, nearest)
+        parted = body["parted_at_token"]
+        if isinstance(parted, int):
+            try:
+                text = await self._texts.get(record.model_path)
+                around = await asyncio.to_thread(_around, text, record, nearest, parted)
+            except KakeyaError:  # its folder is gone
+                around = {}
+            body["text"] = around
+        return JSONResponse(body)
+
+
+def explained(
+    record: RequestRecord, nearest: tuple[RequestRecord, int] | None
+) -> dict[str, object]:
+    """All but the text around the token. Pure."""
+    parted, reason = _reason(record, nearest)
+    first = record.first_token_s
+    prefill = record.prefill_s
+    queue = None
+    if first is not None and prefill is not None:
+        queue = max(0.0, first - record.prepared_s - prefill)
+    other, common = nearest or (None, 0)
+    return {
+        "object": "request",
+        "id": record.request_id,
+        "model": record.model_id,
+        "finish_reason": record.finish_reason or None,
+        "conversation": record.conversation or None,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "computed_tokens": record.prompt_tokens - record.cached_tokens,
+        "completion_tokens": len(record.answer) // TOKEN_BYTES,
+        "parted_at_token": parted,
+        "reason": reason,
+        "compared_with": other
+        and {
+            "id": other.request_id,
+            "is_same_conversation": bool(record.conversation)
+            and other.conversation == record.conversation,
+            "common_tokens": common,
+        },
+        "moved": list(record.moved),
+        "waits_s": {
+            "load": _rounded(record.ready_s),
+            "render": _rounded(record.prepared_s - record.ready_s),
+            "queue": _rounded(queue),
+            "prefill": _rounded(prefill),
+            "decode": _rounded(None if first is None else record.ended_s - first),
+            "total": _rounded(record.ended_s),
+        },
+    }
+
+
+def _reason(
+    record: RequestRecord, nearest: tuple[RequestRecord, int] | None
+) -> tuple[int | None, str]:
+    """The first token that was not cached, None = all were but the last; and why it was not."""
+    cached, prompt = record.cached_tokens, record.prompt_tokens
+    if cached >= prompt - 1:
+        return None, "all of it was cached but the last token, which is always computed"
+    if nearest is None:
+        if cached:
+            return cached, "what was cached is of other clients, of files or of earlier requests"
+        return 0, "no earlier request of this client to this model is known, and nothing was kept"
+    other, common = nearest
+    goes_on = common * TOKEN_BYTES == len(other.history)
+    if common > cached:
+        missing = common - cached
+        if record.block_tokens and missing < record.block_tokens:
+            why = (
+                f"KV is kept in pieces, which end each {record.block_tokens} tokens and where "
+                f"messages begin, so the last {missing} of the common tokens were computed"
+            )
+        else:
+            why = (
+                f"the KV of {missing} tokens that both have was no longer kept, or not yet: it was "
+                "evicted, or another generation went on from it"
+            )
+        return cached, f"the prompt shares {common} tokens with {other.request_id}; {why}"
+    if goes_on:
+        return cached, f"the prompt goes on from {other.request_id}: only what is new was computed"
+    if cached > common:
+        return cached, (
+            f"the prompt left {other.request_id} at token {common}, and {cached} tokens were "
+            "cached from other requests"
+        )
+    return (
+        common,
+        f"the prompt left {other.request_id} at token {common}: another text stands there",
+    )
+
+
+def _around(
+    text: TextModel,
+    record: RequestRecord,
+    nearest: tuple[RequestRecord, int] | None,
+    parted: int,
+) -> dict[str, object]:
+    """The text before and behind a token, and what the other prompt has there. Blocks."""
+
+    def decoded(packed: bytes, start: int, end: int) -> str:
+        ids = unpack_ids(packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
+        found: str = text.tokenizer.decode(ids, skip_special_tokens=False)
+        return found
+
+    start, end = max(0, parted - AROUND_CHARS), parted + AROUND_CHARS
+    found: dict[str, object] = {
+        "before": decoded(record.prompt, start, parted)[-AROUND_CHARS:],
+        "behind": decoded(record.prompt, parted, end)[:AROUND_CHARS],
+    }
+    if nearest is not None and nearest[1] == parted:
+        found["earlier_behind"] = decoded(nearest[0].history, parted, end)[:AROUND_CHARS]
+    return found
+
+
+def _may_see(scope: Scope, record: RequestRecord) -> bool:
+    return sees_all(scope) or share_of(client_of(scope), scope) == record.owner
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
