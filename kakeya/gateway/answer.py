@@ -89,6 +89,11 @@ class GeneratedAnswer:
         return 0 if self._reader is None else self._reader.thought_tokens
 
     @property
+    def stop_string(self) -> str:
+        """The stop string that ended the answer; "" = none did."""
+        return "" if self._stops is None else self._stops.matched
+
+    @property
     def text(self) -> str:
         """The answer, without thoughts and calls."""
         return "".join(part.text for part in self._parts if isinstance(part, Said))

@@ -6,6 +6,8 @@
     POST /v1/embeddings                  OpenAI embeddings
     POST /v1/responses                   OpenAI Responses, streamed or not
     GET, DELETE /v1/responses/{id}       a response that the node keeps
+    POST /v1/messages                    Anthropic messages, streamed or not
+    POST /v1/messages/count_tokens       the tokens of such a request
     POST /v1/precache                    warm a prefix before a request needs it
     GET  /                               two lines for a person: the version, where to read on
     GET  /healthz, /health               200 while the process lives
@@ -15,7 +17,7 @@
     GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
     GET  /api/v1/requests/{id}           what of a recent request's prompt was cached, and why
 
-Parsing is in `openai`, running in `generation`, admission and errors in `edge`.
+Parsing is in `openai` and `anthropic`, running in `generation`, admission and errors in `edge`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from starlette.routing import Route
 import kakeya
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
+from kakeya.gateway.anthropic.count import CountRoute
+from kakeya.gateway.anthropic.requests import parse_message
 from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.explain import ExplainRoute
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
@@ -179,6 +183,7 @@ class Gateway:
             self._generations,
         )
         stored = StoredResponses(self._store)
+        message = GenerationRoute(lambda body, _: parse_message(body), self._generations)
         return [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
@@ -186,6 +191,8 @@ class Gateway:
             Route("/v1/responses", response, methods=["POST"]),
             Route("/v1/responses/{response_id}", stored.show),
             Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
+            Route("/v1/messages", message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", CountRoute(self._generations), methods=["POST"]),
             Route("/v1/precache", self._precache, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model_id:path}", self.describe_model),

@@ -33,7 +33,7 @@ from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.body import parse_body
 from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm, read_body
 from kakeya.gateway.http.edge import send_json, stopping
-from kakeya.gateway.http.receipt import moved_of, note_moved
+from kakeya.gateway.http.receipt import moved_of, note_left_out, note_moved
 from kakeya.gateway.http.request_ids import answer_id
 from kakeya.gateway.openai.messages import call_of
 from kakeya.gateway.openai.reply import compact
@@ -156,6 +156,16 @@ class Generations:
         except KakeyaError:
             return None
 
+    async def count(self, asked: Request, model: ServedModel, scope: Scope) -> int:
+        """Count the tokens of a request's prompts. Loads the model only where its files do not tell
+        enough. Raises as `prepare`."""
+        facts = model.facts or await self._facts_ahead(model)
+        facts = facts or await model.ready(self.limits.ready_s)
+        text = await self._texts.get(facts.model_path)
+        asked = self.settled(asked, "", scope)
+        written = [await _written(asked, prompt, text, facts) for prompt in _prompts(asked)]
+        return sum(len(one.token_ids) for one in written)
+
     @contextmanager
     def admitted(self, share: str, user: str = "") -> Iterator[None]:
         """Hold a place for a request of this share. Raises QueueFull when all are taken."""
@@ -237,27 +247,34 @@ class Generations:
 
     async def _check_ahead(self, asked: Request, model: ServedModel) -> None:
         """Refuse what the files of a model tell to be wrong, before the model loads for it."""
+        known = await self._facts_ahead(model)
+        if known is None:
+            return
+        text = await self._texts.get(known.model_path)
+        for prompt in _prompts(asked):
+            if isinstance(prompt, str):
+                written = await _written(asked, prompt, text, known)
+                check_prompt(len(written.token_ids), known)
+
+    async def _facts_ahead(self, model: ServedModel) -> ModelFacts | None:
+        """What the files of a model tell of its prompts, before it loads; None = not enough."""
         folder = model.folder
         if folder is None:
-            return
+            return None
         context_tokens = await asyncio.to_thread(_stated_context, folder)
         if not context_tokens:
-            return
+            return None
         try:
             text = await self._texts.get(str(folder))
         except Unsupported:
-            return  # the load tells more
-        known = ModelFacts(
+            return None  # the load tells more
+        return ModelFacts(
             model_id=model.model_id,
             model_path=str(folder),
             vocab_size=text.tokenizer.get_vocab_size(),
             context_tokens=context_tokens,
             eos_token_ids=(),
         )
-        for prompt in _prompts(asked):
-            if isinstance(prompt, str):
-                written = await _written(asked, prompt, text, known)
-                check_prompt(len(written.token_ids), known)
 
     def _decode_request(
         self,
@@ -455,6 +472,7 @@ class GenerationRoute:
         )
         asked = generations.settled(reply.asked, session, scope)
         params = asked.params
+        note_left_out(scope, params.left_out)
         caller = client_of(scope)
         model = generations.find(params.model, caller)
         with generations.admitted(share_of(caller, scope), params.user):

@@ -43,7 +43,8 @@ class SamplingWish:
 class GenerationParams:
     """What a request says of its answer. `max_tokens` None = to the end of the context;
     `deadline_s` None = the caller gave no deadline; `rows` are answers to each prompt;
-    `top_logprobs` as in a `DecodeRequest`."""
+    `top_logprobs` as in a `DecodeRequest`; `left_out` says,
+    in sentences, what the request asks for and does not get."""
 
     model: str
     max_tokens: int | None
@@ -57,6 +58,7 @@ class GenerationParams:
     user: str = ""
     rows: int = 1
     top_logprobs: int | None = None
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class StopMatcher:
         """`special` has the id of each special token by its text."""
         self._signs: dict[int, str] = {}
         signed = [self._signed(stop, special) for stop in stops]
+        self._spelled = dict(zip(signed, stops, strict=True))
         self._stops = tuple(dict.fromkeys((*stops, *signed)))
         self.token_ids = frozenset(
             token_id for token_id, sign in self._signs.items() if sign in self._stops
@@ -38,7 +39,13 @@ class StopMatcher:
         self._states = [0] * len(self._stops)
         self._held = ""
         self._first = re.compile("[" + re.escape("".join({stop[0] for stop in self._stops})) + "]")
-        self.is_stopped = False
+        self.matched = ""
+        """The stop string that completed."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string completed."""
+        return bool(self.matched)
 
     def sign(self, token_id: int) -> str:
         """The text to feed for a token whose own is not shown, "" for a token that stops nothing.
@@ -58,7 +65,8 @@ class StopMatcher:
         for end in range(len(self._held), len(text)):
             matched = self._step(text[end])
             if matched:
-                self.is_stopped = True
+                found = text[end + 1 - matched : end + 1]
+                self.matched = self._spelled.get(found, found)
                 self._held = ""
                 return text[: end + 1 - matched]
         keep = max(self._states)

@@ -316,16 +316,16 @@ def _deadline_s(body: Mapping[str, object]) -> float | None:
     return number(body, "deadline_s", 0, MAX_DEADLINE_S, default=MAX_DEADLINE_S)
 
 
-def read_stops(value: object) -> tuple[str, ...]:
-    """Read stop strings. Raises InvalidArgument."""
+def read_stops(value: object, at: str = "stop") -> tuple[str, ...]:
+    """Read stop strings, of the parameter `at`. Raises InvalidArgument."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        refuse("stop", value, f"a string or a list of at most {MAX_STOPS} strings")
+        refuse(at, value, f"a string or a list of at most {MAX_STOPS} strings")
     found = []
     for index, stop in enumerate(stops):
-        name = "stop" if isinstance(value, str) else f"stop[{index}]"
+        name = at if isinstance(value, str) else f"{at}[{index}]"
         found.append(text(stop, name))
         if len(found[-1]) > MAX_STOP_CHARS:
             refuse(name, stop, f"a string of at most {MAX_STOP_CHARS} characters")

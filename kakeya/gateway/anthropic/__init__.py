@@ -1,0 +1,1 @@
+"""Anthropic's Messages: requests in, answers and streams out, tokens counted."""
