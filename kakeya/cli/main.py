@@ -26,6 +26,7 @@ from kakeya.cli import cache as cache_cli
 from kakeya.cli import fleet as fleet_cli
 from kakeya.cli import keys as key_cli
 from kakeya.cli import leases as lease_cli
+from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.node_api import NodeApi, find_node
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.folders import default_folder
@@ -67,7 +68,7 @@ def _run(options: argparse.Namespace) -> int:
         return doctor.run(options, folder)
     if options.command == "lease":
         return lease_cli.run(options)
-    for run in (fleet_cli.run, adapter_cli.run, cache_cli.run, key_cli.run):
+    for run in (fleet_cli.run, adapter_cli.run, cache_cli.run, key_cli.run, connect_cli.run):
         status = run(options)
         if status is not None:
             return status
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     cache_cli.add_parsers(commands)
     lease_cli.add_parsers(commands)
     key_cli.add_parsers(commands)
+    connect_cli.add_parsers(commands)
     doctor = commands.add_parser(
         "doctor",
         help=DOCTOR,

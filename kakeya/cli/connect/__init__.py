@@ -1,0 +1,1 @@
+"""`kakeya connect`: configuration of programs that speak with a node, and the way back."""
