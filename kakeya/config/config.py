@@ -27,6 +27,7 @@ from kakeya.core.settings import folder, label, nearest, one_of, setting, text
 from kakeya.core.units import KIB, MIB
 from kakeya.fleet.cards.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.fleet.config import FleetConfig
+from kakeya.gateway.config import HttpConfig
 from kakeya.generation.config import ModelsConfig
 from kakeya.generation.spec import ModelSpec
 from kakeya.memory.config import MemoryConfig
@@ -44,6 +45,7 @@ class NodeConfig:
     """All settings of a node, in the order of `--help`; its own ones are `[node]` in the file."""
 
     listen: ListenConfig = field(default_factory=ListenConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
     node_id: str = setting(
         "the id of this node in the fleet (drawn once and kept)",
         text,

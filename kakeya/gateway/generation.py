@@ -30,8 +30,7 @@ from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Unsupport
 from kakeya.core.ids import draw_id
 from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.figures import HttpMetrics
-from kakeya.gateway.http.body import parse_body
-from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm, read_body
+from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm, read_request
 from kakeya.gateway.http.edge import send_json, stopping
 from kakeya.gateway.http.receipt import moved_of, note_left_out, note_moved
 from kakeya.gateway.http.request_ids import answer_id
@@ -465,10 +464,12 @@ class GenerationRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
-        body = await read_body(scope, receive, generations.limits)
         headers = Headers(scope=scope)
-        reply, session = await parse_body(
-            body, lambda parsed: (self._dialect(parsed, headers), session_of(parsed, headers))
+        reply, session = await read_request(
+            scope,
+            receive,
+            generations.limits,
+            lambda body: (self._dialect(body, headers), session_of(body, headers)),
         )
         asked = generations.settled(reply.asked, session, scope)
         params = asked.params

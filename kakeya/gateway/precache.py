@@ -24,13 +24,13 @@ from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.generation import Generations, client_of
-from kakeya.gateway.http.body import flag, parse_body, shown
-from kakeya.gateway.http.connection import read_body
+from kakeya.gateway.http.body import flag
+from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.openai.cache_params import KEY_PARAMS, read_keys, retention
 from kakeya.gateway.openai.messages import parse_messages
 from kakeya.gateway.openai.reply import compact
-from kakeya.gateway.openai.requests import parse_model, parse_prompts
+from kakeya.gateway.openai.requests import parse_model, parse_prompts, refuse_unknown
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openai.tools import parse_tools
 from kakeya.generation.facts import ModelFacts
@@ -68,9 +68,7 @@ class PrecacheRequest:
 
 def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
     """Read a request. Raises InvalidArgument or Unsupported naming the field."""
-    for name, value in body.items():
-        if name not in _FIELDS and value is not None:
-            raise Unsupported(f"{shown(name)} is not supported; leave it out", param=name)
+    refuse_unknown(body, _FIELDS)
     use = CacheUse(keys=read_keys(body), retention=retention(body, "retention"))
     is_chat = body.get("messages") is not None
     if is_chat == (body.get("prompt") is not None):
@@ -116,8 +114,7 @@ class PrecacheRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
-        body = await read_body(scope, receive, generations.limits)
-        asked = await parse_body(body, parse_precache)
+        asked = await read_request(scope, receive, generations.limits, parse_precache)
         client = client_of(scope)
         model = generations.find(asked.model, client)
         with generations.admitted(share_of(client, scope)):

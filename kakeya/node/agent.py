@@ -39,6 +39,7 @@ from kakeya.fleet.identity.membership import open_trust
 from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch
 from kakeya.fleet.placement.ring import probe_ring_environment
 from kakeya.gateway.app import build_app
+from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.generation.frames import Usage
 from kakeya.generation.spec import ModelRole
@@ -299,6 +300,7 @@ class Agent:
             status=overview.status,
             clock=self._clock,
             rng=self._rng,
+            limits=HttpLimits(unknown=self._config.http.unknown),
             hosts=https.hosts,
             origins=frozenset(self._config.listen.http_origins),
             keys=https.keys,

@@ -7,8 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from kakeya.gateway.anthropic.requests import read_chat
 from kakeya.gateway.generation import Generations, client_of
-from kakeya.gateway.http.body import parse_body
-from kakeya.gateway.http.connection import read_body
+from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.receipt import note_left_out
 from kakeya.gateway.openai.reply import compact
@@ -24,8 +23,7 @@ class CountRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
-        body = await read_body(scope, receive, generations.limits)
-        asked = await parse_body(body, read_chat)
+        asked = await read_request(scope, receive, generations.limits, read_chat)
         note_left_out(scope, asked.params.left_out)
         caller = client_of(scope)
         model = generations.find(asked.params.model, caller)

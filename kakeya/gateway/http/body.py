@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar, cast
 
-from kakeya.core.errors import InvalidArgument
+from kakeya.core.errors import InvalidArgument, Unsupported
 
 Parsed = TypeVar("Parsed")
 _Default = TypeVar("_Default", int, float, None)
@@ -21,6 +21,19 @@ MAX_DIGITS = 4000
 """Of an integer; Python reads few more, and says so in words of its own."""
 _HALF = re.compile("[\ud800-\udfff]")
 _TOO_DEEP = "the body is nested too deeply; no parameter needs it"
+
+
+class UnknownParameters(Unsupported):
+    """A route has no parameters of these names, or an object in its body no such fields.
+
+    `names` are those of parameters, without which a request can be read.
+    """
+
+    def __init__(self, names: Sequence[str], prefix: str = "") -> None:
+        listed = ", ".join(shown(prefix + name) for name in names[:8])
+        verb, it = ("is", "it") if len(names) == 1 else ("are", "them")
+        super().__init__(f"{listed} {verb} not supported; leave {it} out", param=prefix + names[0])
+        self.names = () if prefix else tuple(names)
 
 
 async def parse_body(body: bytes, parse: Callable[[Mapping[str, object]], Parsed]) -> Parsed:

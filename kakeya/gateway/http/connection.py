@@ -10,10 +10,10 @@ import asyncio
 import gzip
 import io
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import zstandard
 from starlette.datastructures import Headers
@@ -22,7 +22,9 @@ from starlette.types import Receive, Scope, Send
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Cancelled, InvalidArgument
 from kakeya.core.units import MIB, format_bytes
+from kakeya.gateway.http.body import Parsed, UnknownParameters, parse_body
 from kakeya.gateway.http.edge import BodyTimeout, BodyTooLarge, UnsupportedEncoding
+from kakeya.gateway.http.receipt import note_ignored
 
 _STREAM_HEADERS = [(b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 _PACKED = ("gzip", "zstd")
@@ -30,7 +32,7 @@ _PACKED = ("gzip", "zstd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """Bounds of the cost of one client."""
+    """Bounds of what one client may cost and send."""
 
     body_bytes: int = 4 * MIB
     body_s: float = 30.0
@@ -45,6 +47,29 @@ class HttpLimits:
     """A client that takes nothing of its stream for so long has left."""
     generations: int = 256
     """At once; further requests are told to come again."""
+    unknown: Literal["refuse", "warn"] = "refuse"
+    """A parameter that no node knows: refused, or left out and named in x-kakeya-ignored."""
+
+
+async def read_request(
+    scope: Scope,
+    receive: Receive,
+    limits: HttpLimits,
+    parse: Callable[[Mapping[str, object]], Parsed],
+) -> Parsed:
+    """Read what a request asks for. Raises as `read_body` and `parse`."""
+    body = await read_body(scope, receive, limits)
+    try:
+        return await parse_body(body, parse)
+    except UnknownParameters as fault:
+        if limits.unknown == "refuse" or not fault.names:
+            raise
+        unknown = frozenset(fault.names)
+    note_ignored(scope, sorted(unknown))
+    return await parse_body(
+        body,
+        lambda whole: parse({name: value for name, value in whole.items() if name not in unknown}),
+    )
 
 
 async def read_body(scope: Scope, receive: Receive, limits: HttpLimits) -> bytes:

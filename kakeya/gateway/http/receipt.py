@@ -1,20 +1,24 @@
 """What an answer's headers tell of its request, beside the account in its body.
 
-x-kakeya-moved   the kinds of lines that were taken out of the way of the prefix cache, as
-                 "billing_header, date"
-x-kakeya-warning what the answer does not have of what was asked, in sentences
+x-kakeya-moved     the kinds of lines that were taken out of the way of the prefix cache, as
+                   "billing_header, date"
+x-kakeya-warning   what the answer does not have of what was asked, in sentences
+x-kakeya-ignored   the names of unknown parameters that it was answered without, each
+                   percent-encoded; only where the setting `http.unknown` is "warn"
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from urllib.parse import quote
 
 from starlette.types import Scope
 
 _MOVED = "kakeya.moved"
 _LEFT_OUT = "kakeya.left_out"
+_IGNORED = "kakeya.ignored"
 _MOST_CHARS = 2000
-"""Of a warning: clients and proxies bound all headers together."""
+"""Of a header: clients and proxies bound all headers together."""
 
 
 def note_moved(scope: Scope, kinds: Sequence[str]) -> None:
@@ -33,10 +37,16 @@ def note_left_out(scope: Scope, sentences: Sequence[str]) -> None:
     scope[_LEFT_OUT] = "; ".join(sentences).encode("ascii", "backslashreplace").decode()
 
 
+def note_ignored(scope: Scope, names: Iterable[str]) -> None:
+    """Note the parameters that a request is answered without."""
+    scope[_IGNORED] = ", ".join(quote(name, safe="", errors="replace") for name in names)
+
+
 def receipt_headers(scope: Scope) -> dict[str, str]:
     """The headers of an answer."""
-    moved = moved_of(scope)
-    left_out: str = scope.get(_LEFT_OUT, "")[:_MOST_CHARS]
-    return ({"x-kakeya-moved": ", ".join(moved)} if moved else {}) | (
-        {"x-kakeya-warning": left_out} if left_out else {}
-    )
+    told = {
+        "x-kakeya-moved": ", ".join(moved_of(scope)),
+        "x-kakeya-warning": scope.get(_LEFT_OUT, ""),
+        "x-kakeya-ignored": scope.get(_IGNORED, ""),
+    }
+    return {name: said[:_MOST_CHARS] for name, said in told.items() if said}

@@ -22,14 +22,14 @@ from typing import Literal, cast
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.embeddings import Embedded, EmbeddingInput, Embeddings
 from kakeya.gateway.generation import client_of
-from kakeya.gateway.http.body import flag, integer, parse_body, refuse, shown, text
-from kakeya.gateway.http.connection import Connection, read_body
+from kakeya.gateway.http.body import flag, integer, refuse, text
+from kakeya.gateway.http.connection import Connection, read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.openai.reply import compact
-from kakeya.gateway.openai.requests import parse_model
+from kakeya.gateway.openai.requests import parse_model, refuse_unknown
 from kakeya.gateway.openai.share_params import read_user, share_of
 
 MAX_INPUTS = 2048
@@ -62,9 +62,7 @@ class EmbeddingRequest:
 
 def parse_embedding(body: Mapping[str, object]) -> EmbeddingRequest:
     """Read a request. Raises InvalidArgument or Unsupported naming the parameter."""
-    for name, value in body.items():
-        if name not in _FIELDS and value is not None:
-            raise Unsupported(f"{shown(name)} is not supported; leave it out", param=name)
+    refuse_unknown(body, _FIELDS)
     given = body.get("input")
     is_list = isinstance(given, list) and bool(given) and type(given[0]) is not int
     inputs = cast("list[object]", given) if is_list else [given]
@@ -113,8 +111,7 @@ class EmbeddingRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         embeddings = self._embeddings
-        body = await read_body(scope, receive, embeddings.limits)
-        asked = await parse_body(body, parse_embedding)
+        asked = await read_request(scope, receive, embeddings.limits, parse_embedding)
         model = embeddings.find(asked.model)
         share = share_of(client_of(scope), scope)
         with embeddings.admitted(share, asked.user):

@@ -23,9 +23,10 @@ Messages are read by `messages`, tools and schemas by `tools`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.http.body import flag, integer, number, refuse, shown, text
+from kakeya.gateway.http.body import UnknownParameters, flag, integer, number, refuse, shown, text
 from kakeya.gateway.openai.cache_params import CACHE_PARAMS, read_cache_use
 from kakeya.gateway.openai.messages import parse_messages
 from kakeya.gateway.openai.reply import ChatReply, CompletionReply
@@ -230,22 +231,22 @@ def _top_logprobs(body: Mapping[str, object]) -> int | None:
 def refuse_unknown(
     body: Mapping[str, object],
     known: frozenset[str],
-    no_ops: Mapping[str, Callable[[object], bool]],
+    no_ops: Mapping[str, Callable[[object], bool]] = MappingProxyType({}),
     prefix: str = "",
 ) -> None:
-    """Refuse fields that are neither known nor have a value that changes nothing: `no_ops` tells
-    the latter. Raises Unsupported naming the field behind the prefix."""
-    for name, value in body.items():
-        if name in known:
-            continue
-        allowed, param = no_ops.get(name), prefix + name
-        if allowed is None and value is not None:
-            raise Unsupported(f"{shown(param)} is not supported; leave it out", param=param)
-        if allowed is not None and value is not None and not allowed(value):
+    """Raise UnknownParameters for those that are not known, and Unsupported for a value that
+    changes something, of those that `no_ops` takes otherwise; null is as absent. Errors
+    name a field behind the prefix: that of an object in the body."""
+    given = {name: value for name, value in body.items() if value is not None and name not in known}
+    for name, value in given.items():
+        if name in no_ops and not no_ops[name](value):
+            param = prefix + name
             raise Unsupported(
                 f"{param}={shown(value)} is not supported; leave it out or give its default",
                 param=param,
             )
+    if unknown := [name for name in given if name not in no_ops]:
+        raise UnknownParameters(unknown, prefix)
 
 
 def _max_tokens(body: Mapping[str, object], default: int | None) -> int | None:
