@@ -6,6 +6,9 @@
     reasoning             thoughts of the assistant's: their text, or else their summary
 
 Neighbouring items of the assistant are one turn, as the model gave it: thoughts, text and calls.
+Agents put several messages of the system's and of the user's next to each other, and the system's
+behind the first turn too. Many templates have one place for the system, the front, and ask that
+roles take turns: so neighbours are one message, and a late one of the system's is the user's.
 Items of hosted tools are left out, which a warning tells; all others are refused.
 """
 
@@ -134,11 +137,12 @@ class _Turns:
         return self._turn
 
     def _add(self, role: str, content: str) -> None:
-        """Add a message. Templates have one place for the system's texts, which is the front:
-        those that stand there are one message."""
         self._turn = None
-        if role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == role:
-            self.messages[0]["content"] = f"{self.messages[0]['content']}\n\n{content}"
+        last = self.messages[-1] if self.messages else {"role": "system", "content": ""}
+        if role == "system" and last["role"] != "system":
+            role, content = "user", f"<system-reminder>\n{content}\n</system-reminder>"
+        if self.messages and role == last["role"] and role in ("system", "user"):
+            last["content"] = f"{last['content']}\n\n{content}"
         else:
             self.messages.append({"role": role, "content": content})
 

@@ -11,6 +11,7 @@ refused      everything else: 400, code unsupported_parameter
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 from kakeya.core.errors import InvalidArgument, Unsupported
@@ -58,6 +59,7 @@ def parse_response(
 ) -> ResponseReply:
     """Read a request for a response, of a client by its name. Raises InvalidArgument or
     Unsupported naming the parameter."""
+    body = _sendable(body)
     if flag(body, "background"):
         raise Unsupported(
             "background=true is not supported: an answer comes on the connection that asks for it; "
@@ -112,6 +114,16 @@ def parse_response(
             keep=(lambda made: store.keep(made, items, client)) if is_kept else None,
         )
     )
+
+
+def _sendable(body: Mapping[str, object]) -> Mapping[str, object]:
+    """The body in characters that UTF-8 can carry, as `text` makes them: a response repeats it."""
+    written = json.dumps(body, ensure_ascii=False)
+    sendable = text(written, "body")
+    if sendable == written:
+        return body
+    read: dict[str, object] = json.loads(sendable)
+    return read
 
 
 def _template_args(body: Mapping[str, object]) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
@@ -61,11 +61,13 @@ def test_a_summary_stands_for_thoughts_that_are_not_told():
     ]
 
 
-def test_instructions_and_what_the_system_says_next_are_one_message():
-    assert turns(SYSTEM, SYSTEM, USER, SYSTEM, instructions="i") == [
+def test_messages_of_the_system_in_front_are_one_and_later_ones_the_users():
+    late = "<system-reminder>\ns\n</system-reminder>"
+    assert turns(SYSTEM, SYSTEM, USER, SAID, SYSTEM, USER, instructions="i") == [
         ("system", "i\n\ns\n\ns", "", 0),
         ("user", "u", "", 0),
-        ("system", "s", "", 0),
+        ("assistant", "a", "", 0),
+        ("user", f"{late}\n\nu", "", 0),
     ]
 
 
@@ -74,7 +76,8 @@ def test_every_text_and_call_is_in_a_turn_in_its_order(items):
     found = turns(*items)
     texts = {"message": "a", "function_call_output": "r"}
     expected = "".join(texts.get(one.get("type", ""), "u" if one is USER else "") for one in items)
-    assert "".join(content for _, content, _, _ in found) == expected
+    assert "".join(content.replace("\n\n", "") for _, content, _, _ in found) == expected
+    assert [1 for one, other in pairwise(found) if one[0] == other[0] == "user"] == []
     assert sum(calls for *_, calls in found) == sum(one == call() for one in items)
     thoughts = chain.from_iterable(thought for _, _, thought, _ in found)
     assert len(list(thoughts)) == items.count(THOUGHT)

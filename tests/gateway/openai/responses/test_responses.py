@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from kakeya.core.errors import PeerUnavailable
+from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.openai.responses.store import PreviousResponseNotFound
 from kakeya.generation.facts import ModelState
 from tests.gateway.toy import ToyModel, make_folder, serving
@@ -181,6 +182,20 @@ async def test_a_failure_before_the_first_token_of_a_stream_is_a_status(folder):
             await served.openai.responses.create(model="toy", input="hi", stream=True)
 
 
+async def test_a_stream_that_fails_while_the_model_loads_is_a_response_that_failed(folder):
+    model = ToyModel(folder, state=ModelState.LOADING, loads="3 of 4 GB")
+    limits = HttpLimits(keepalive_s=0.05, progress_s=0.05, ready_s=0.5)
+    async with serving(model, limits=limits) as served:
+        async with served.openai.responses.stream(model="toy", input="hi") as stream:
+            events = [event async for event in stream]
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
+    assert events[-1].response.error.message == "toy still loads"
+
+
 async def test_functions_of_a_namespace_are_called_by_both_names(folder):
     call = CALL.replace("look", "eyes__look")
     model = ToyModel(folder, script=call, context_tokens=4096)
@@ -189,10 +204,12 @@ async def test_functions_of_a_namespace_are_called_by_both_names(folder):
         answer = await served.openai.responses.create(model="toy", input="hi", tools=[eyes])
         (called,) = answer.output
         assert (called.namespace, called.name) == ("eyes__", "look")
+        before = prompt_of(model)
         assert "[eyes__: To see] Look there" in prompt_of(model)
         back = [{"role": "user", "content": "hi"}, called.model_dump(exclude_none=True)]
         told = {"type": "function_call_output", "call_id": called.call_id, "output": "a tree"}
         await served.openai.responses.create(model="toy", input=[*back, told], tools=[eyes])
+        assert prompt_of(model).startswith(before)
         assert "eyes__look" in prompt_of(model).split("<|im_start|>assistant")[1]
         await served.openai.responses.create(
             model="toy",
