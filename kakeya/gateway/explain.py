@@ -134,7 +134,7 @@ def _reason(
     if cached > common:
         return cached, (
             f"the prompt left {other.request_id} at token {common}, and {cached} tokens were "
-            "cached from other requests"
+            "cached: the next turn was computed ahead, or other requests have them"
         )
     return (
         common,

@@ -12,7 +12,8 @@ the other. So the key is the session and a hash of what all turns of a conversat
 system text, without lines that change, and the first message behind. Two conversations of a session
 that agree in both share a slot as two turns of one do, and content decides what they reuse.
 
-The keys of a body win.
+A chat with tools is taken for a conversation without a session too, by the same hash: behind a call
+comes its result. The keys of a body win.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def cache_use(asked: Request, headers: Headers, session: str) -> CacheUse:
     keys = next((one for one in (use.keys, ours.keys) if one != CacheKeys()), None)
     if keys is None:
         keys = CacheKeys()
-        if session and isinstance(asked, ChatRequest):
+        if isinstance(asked, ChatRequest) and (session or asked.chat.tools):
             keys = CacheKeys(conversation_id=_hint(session, asked.chat))
     return replace(use, keys=keys, retention=use.retention or ours.retention)
 
@@ -75,7 +76,7 @@ def _hint(session: str, chat: Chat) -> str:
         said = text.encode("utf-8", "surrogatepass")
         digest.update(len(said).to_bytes(8, "little") + said)
     # The session for people to read; the hash covers it whole.
-    return f"{session[:_HASH_CHARS]}/{digest.hexdigest()[:_HASH_CHARS]}"
+    return f"{session[:_HASH_CHARS] or 'tools'}/{digest.hexdigest()[:_HASH_CHARS]}"
 
 
 def _session_in(user_id: str) -> str:

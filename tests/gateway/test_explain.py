@@ -75,7 +75,7 @@ def test_the_first_token_at_which_a_prompt_left_the_turn_before_is_named():
         (6, [1, 2, 3, 4, 5, 6, 7], None, "all of it was cached"),
         (6, [1, 2, 3, 4, 5, 6, 7, 8], 6, "goes on from"),
         (2, [1, 2, 3, 4, 5, 6, 7, 8], 2, "pieces, which end each 64"),
-        (4, [1, 2, 9, 9, 9, 9, 9, 9], 4, "from other requests"),
+        (4, [1, 2, 9, 9, 9, 9, 9, 9], 4, "computed ahead, or other requests"),
         (2, [1, 2, 9, 9, 9, 9, 9, 9], 2, "another text stands there"),
     ],
 )

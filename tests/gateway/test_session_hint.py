@@ -69,6 +69,13 @@ def test_turns_of_a_conversation_have_one_key_and_other_requests_of_the_session_
     assert len({one.conversation_id for one in (first, *others)}) == 5
 
 
+def test_a_chat_with_tools_is_a_conversation_without_a_session():
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": {}}}]
+    first = hinted(HI, headers={}, tools=tools)
+    assert first.conversation_id.startswith("tools/")
+    assert hinted(HI, {"role": "assistant", "content": "a"}, HI, headers={}, tools=tools) == first
+
+
 def test_a_line_that_changes_is_no_part_of_the_key():
     headers = {"x-session-id": SESSION}
     systems = [
