@@ -31,13 +31,12 @@ class ResponseRequest:
     """A chat that was asked for as a response.
 
     `echo` are the fields of the request that its response repeats; `names` as of `OutputItems`;
-    `warnings` are sentences; `keep` None = the response is not kept.
+    `keep` None = the response is not kept.
     """
 
     chat: ChatRequest
     echo: Mapping[str, object]
     names: Mapping[str, FunctionName]
-    warnings: Sequence[str] = ()
     keep: Keep | None = None
 
 
@@ -124,8 +123,8 @@ class ResponseReply:
             "output": list(items),
             "usage": None,
         }
-        if self._request.warnings:
-            body["kakeya"] = {"warnings": list(self._request.warnings)}
+        if left_out := self.asked.params.left_out:
+            body["kakeya"] = {"warnings": list(left_out)}
         return body
 
     def _usage(self, answer: GeneratedAnswer) -> dict[str, object]:

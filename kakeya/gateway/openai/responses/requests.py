@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, integer, refuse, shown, text
@@ -76,14 +77,14 @@ def parse_response(
     messages = parse_items(items, instructions=instructions or "", warn=warnings.append)
     tools = read_tools(body.get("tools"), warn=warnings.append)
     max_tokens = integer(body, "max_output_tokens", 1, 2**31 - 1, default=None)
+    if _truncation(body) == "auto":
+        warnings.append("truncation is disabled: input that is too long for the model is refused")
     asked = ChatRequest(
-        params=read_params(body, max_tokens=max_tokens),
+        params=replace(read_params(body, max_tokens=max_tokens), left_out=tuple(warnings)),
         chat=Chat(messages=messages, tools=tools.tools, kwargs=_template_args(body)),
         tool_choice=read_choice(body, tools),
         answer_schema=read_text_form(body.get("text")),
     )
-    if _truncation(body) == "auto":
-        warnings.append("truncation is disabled: input that is too long for the model is refused")
     is_kept = store.is_on and (body.get("store") is None or flag(body, "store"))
     flag(body, "store")
     echo = {
@@ -110,7 +111,6 @@ def parse_response(
             chat=asked,
             echo=echo,
             names=tools.names,
-            warnings=warnings,
             keep=(lambda made: store.keep(made, items, client)) if is_kept else None,
         )
     )

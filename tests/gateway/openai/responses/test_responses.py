@@ -222,14 +222,16 @@ async def test_functions_of_a_namespace_are_called_by_both_names(folder):
 async def test_hosted_tools_are_left_out_with_a_warning(folder):
     model = ToyModel(folder, script="hello", context_tokens=4096)
     async with serving(model) as served:
-        answer = await served.openai.responses.create(
+        raw = await served.openai.responses.with_raw_response.create(
             model="toy",
             input=[{"role": "user", "content": "hi"}, {"type": "web_search_call", "id": "ws_1"}],
             tools=[{"type": "web_search_preview"}, LOOK, {"type": "code_interpreter"}],
             truncation="auto",
         )
+        answer = raw.parse()
     assert [tool.name for tool in answer.tools] == ["look"]
-    told = "\n".join(answer.kakeya["warnings"])
+    told = "; ".join(answer.kakeya["warnings"])
+    assert raw.headers["x-kakeya-warning"] == told
     for word in ("input[1]", "tools[0]", "web_search_preview", "tools[2]", "truncation"):
         assert word in told
     assert len(answer.kakeya["warnings"]) == 4
