@@ -2,7 +2,8 @@
 
     model               as for /v1/chat/completions
     messages | prompt   the beginning of later requests; messages that end with the user's are a
-                        whole request, other messages end where the user's next message begins
+                        whole request, other messages end where the user's next message begins;
+                        neither, with a key: what is known of it, as where a person begins to speak
     tools               tools that a chat template shows the model beside the messages
     conversation_id, prompt_segments, prefix_hash, prompt_cache_key
                         the requests that it is for, as these will name themselves
@@ -40,6 +41,7 @@ from kakeya.prefix.seam import (
     CacheUse,
     Precache,
     PrefixClaim,
+    WarmOutcome,
     WarmReport,
     facts_at_hand,
     warmed_for,
@@ -54,9 +56,15 @@ from kakeya.text.text import Texts
 _FIELDS = frozenset({"model", "messages", "prompt", "tools", "retention", "pin"} | KEY_PARAMS)
 
 
+_UNKNOWN = WarmReport(
+    outcome=WarmOutcome.FAILED,
+    reason="nothing is known of this key here; send the messages or the prompt to be warmed",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecacheRequest:
-    """A body of POST /v1/precache: either messages, with tools, or a prompt."""
+    """A body of POST /v1/precache: either messages, with tools, or a prompt, or a key alone."""
 
     model: str
     use: CacheUse
@@ -71,9 +79,16 @@ def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
     refuse_unknown(body, _FIELDS)
     use = CacheUse(keys=read_keys(body), retention=retention(body, "retention"))
     is_chat = body.get("messages") is not None
-    if is_chat == (body.get("prompt") is not None):
-        given = "both were given" if is_chat else "neither was given"
-        raise InvalidArgument(f"give messages or a prompt, one of them: {given}", param="messages")
+    has_prompt = body.get("prompt") is not None
+    if is_chat and has_prompt:
+        raise InvalidArgument(
+            "give messages or a prompt, one of them: both were given", param="messages"
+        )
+    if not is_chat and not has_prompt and (use.keys == CacheKeys() or flag(body, "pin")):
+        raise InvalidArgument(
+            "give messages or a prompt; or a key alone, without pin, for what is known of it",
+            param="messages",
+        )
     tools = parse_tools(body.get("tools"))
     if tools and not is_chat:
         raise InvalidArgument("tools need messages; a prompt carries its own", param="tools")
@@ -82,7 +97,7 @@ def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
         use=use,
         messages=parse_messages(body["messages"])[0] if is_chat else (),
         tools=tools,
-        prompt="" if is_chat else _prompt(body["prompt"]),
+        prompt=_prompt(body["prompt"]) if has_prompt else "",
         is_pinned=flag(body, "pin"),
     )
 
@@ -127,8 +142,11 @@ class PrecacheRoute:
         facts = await facts_at_hand(model)
         if isinstance(facts, WarmReport):
             return facts
-        token_ids = await self._encode(asked, facts)
         claim = PrefixClaim(model_id=model.model_id, facts=facts, client=client, use=_filed(asked))
+        if not asked.messages and not asked.prompt:
+            known = self._precache.opened(claim)
+            return _UNKNOWN if known is None else await known
+        token_ids = await self._encode(asked, facts)
 
         async def tokens() -> Sequence[int]:
             return token_ids

@@ -89,6 +89,14 @@ class Precache(Protocol):
         """Have the beginning of the next request warm, when there is time."""
         ...
 
+    def opened(self, claim: PrefixClaim) -> Awaitable[WarmReport] | None:
+        """Have warm what is known of a key whose request is about to come, as where a person begins
+        to speak: the beginning of its next turn, or else the declared prompts of the model.
+
+        Returns the report, which need not be waited for; None = nothing is known of the key.
+        """
+        ...
+
     async def warm(
         self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False
     ) -> WarmReport:
@@ -112,6 +120,10 @@ class NoPrecache:
 
     def turn_ended(self, claim: PrefixClaim, tokens: TokenSource) -> None:
         """Nothing is warmed."""
+
+    def opened(self, claim: PrefixClaim) -> Awaitable[WarmReport] | None:
+        """Nothing is known."""
+        return None
 
     async def warm(
         self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False

@@ -125,6 +125,9 @@ class RuntimeService(RuntimeServiceServicer):
         """Open a session on a model of this node."""
         try:
             session = await self._create(request, context.time_remaining(), client_of(context))
+            claim = _claim(session, context)
+            if not claim.use.is_empty:
+                self._precache.opened(claim)
         except KakeyaError as error:
             await abort(context, error)
             raise

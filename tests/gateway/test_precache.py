@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -51,6 +52,13 @@ class Recorded(NoPrecache):
 
     def kv_key(self, claim: PrefixClaim) -> str:
         return f"slot:{claim.use.keys.conversation_id}" if not claim.use.is_empty else ""
+
+    def opened(self, claim: PrefixClaim) -> asyncio.Future[WarmReport] | None:
+        if claim.use.keys.conversation_id != "known":
+            return None
+        report = asyncio.get_running_loop().create_future()
+        report.set_result(WarmReport(outcome=WarmOutcome.WARM, warmed=Warmed(tokens=9, cached=8)))
+        return report
 
     def turn_ended(self, claim: PrefixClaim, tokens: TokenSource) -> None:
         self.ended.append((claim, tokens))
@@ -476,3 +484,22 @@ def test_a_template_that_wants_tools_shows_them():
     assert template.render(chat_of(tools=[{"name": "x"}])) == "x"
     with pytest.raises(InvalidArgument, match="none"):
         template.render(chat_of())
+
+
+async def test_a_key_alone_warms_what_is_known_of_it(folder):
+    async with serving(ToyModel(folder), precache=Recorded()) as served:
+
+        async def warm(**body: object):
+            return await served.http.post("/v1/precache", json={"model": "toy", **body})
+
+        known = (await warm(conversation_id="known")).json()
+        unknown = (await warm(prompt_cache_key="other")).json()
+        refused = [
+            (await warm()).status_code,
+            (await warm(conversation_id="a", pin=True)).status_code,
+        ]
+    assert (known["status"], known["key"]) == ("warm", "conv:known")
+    assert known["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+    assert unknown["status"] == "failed"
+    assert "nothing is known" in unknown["reason"]
+    assert refused == [400, 400]

@@ -48,9 +48,13 @@ class Recorded:
     ended: list[tuple[PrefixClaim, list[int]]] = field(default_factory=list)
     warmed: list[tuple[PrefixClaim, list[int], bool]] = field(default_factory=list)
     sources: list = field(default_factory=list)
+    opened_for: list[CacheKeys] = field(default_factory=list)
 
     def kv_key(self, claim: PrefixClaim) -> str:
         return "slot:3" if claim.use.keys != CacheKeys() else ""
+
+    def opened(self, claim: PrefixClaim) -> None:
+        self.opened_for.append(claim.use.keys)
 
     def turn_ended(self, claim, tokens) -> None:
         self.sources.append((claim, tokens))
@@ -286,3 +290,14 @@ async def test_the_client_has_a_prefix_warmed():
                 await client.warm([])
     ((claim, _, is_pinned),) = precache.warmed
     assert (claim.client, claim.use.retention, is_pinned) == ("alice", Retention.EXTENDED, True)
+
+
+async def test_a_session_that_opens_with_a_key_has_its_prefix_warmed():
+    precache = Recorded()
+    async with running_node(precache=precache) as node:
+        await node.stub.CreateSession(runtime_pb2.CreateSessionRequest())
+        assert precache.opened_for == []
+        await node.stub.CreateSession(
+            runtime_pb2.CreateSessionRequest(), metadata=(("x-kakeya-conversation", "room"),)
+        )
+    assert precache.opened_for == [CacheKeys(conversation_id="room")]

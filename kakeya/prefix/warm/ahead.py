@@ -178,6 +178,15 @@ class NodePrecache:
         if not claim.use.is_empty:
             self._prewarmer.submit(self._prefix(claim, tokens), Kind.TURN)
 
+    def opened(self, claim: PrefixClaim) -> asyncio.Future[WarmReport] | None:
+        """Have warm what is known of a key whose request is about to come."""
+        if claim.use.keys.conversation_id:
+            self.kv_key(claim)
+        report = self._prewarmer.renew(_file_name(claim))
+        if report is None:
+            self.warm_declared(claim.model_id)
+        return report
+
     async def warm(
         self, claim: PrefixClaim, tokens: TokenSource, *, is_pinned: bool = False
     ) -> WarmReport:

@@ -110,6 +110,19 @@ class Prewarmer:
         self._enqueue(_Job(prefix, Kind.ASKED, [waiter], end_mono=self._end_of(prefix)))
         return await waiter
 
+    def renew(self, key: str) -> asyncio.Future[WarmReport] | None:
+        """Warm the prefix again that is kept for a key, at once; None = none is."""
+        waiter: asyncio.Future[WarmReport] = asyncio.get_running_loop().create_future()
+        if waiting := self._waiting(key):
+            waiting[-1].waiters.append(waiter)  # a later text than what is kept
+        elif (kept := self._kept.get(key)) is not None:
+            self._enqueue(
+                _Job(kept.prefix, Kind.ASKED, [waiter], tokens=kept.tokens, end_mono=kept.end_mono)
+            )
+        else:
+            return None
+        return waiter
+
     def used(self, key: str) -> None:
         """A request used the prefix of a key."""
         self._deadlines.used(key, self._clock.mono())

@@ -61,6 +61,33 @@ async def test_after_a_prewarm_the_first_request_computes_only_what_the_user_sai
         assert turn.created < 50
 
 
+async def test_a_conversation_that_is_opened_again_finds_what_was_lost_meanwhile():
+    async with precache_world(StillClock()) as w:
+        history = prompt_of(600, 1)
+        assert w.precache.opened(await w.claim("room")) is None  # nothing is known of it yet
+        await w.turn(history, [1], "room")
+        await w.settle()
+        w.pages.kept.clear()
+        w.model.slots.clear()
+        report = w.precache.opened(await w.claim("room"))
+        assert report is not None
+        warmed = (await report).warmed
+        assert (warmed.tokens, warmed.computed) == (len(history), len(history) - 1)
+        turn = await w.turn(history, [2], "room")
+        assert turn.cached == 576  # all whole blocks; the slot's own KV is gone
+
+
+async def test_opening_during_a_turn_waits_for_that_turn():
+    async with precache_world(StillClock()) as w:
+        history = prompt_of(600, 1)
+        await w.turn(history, [1], "room")
+        await w.settle()
+        await w.turn(history, [2], "room")
+        report = w.precache.opened(await w.claim("room"))
+        assert report is not None
+        assert (await report).warmed.tokens == len(history)
+
+
 async def test_a_hundred_conversations_on_sixteen_slots_hit_in_every_turn_but_the_first():
     async with precache_world(StillClock(), parallel=16) as w:
         histories = {n: prompt_of(2 * BLOCK + 10, n) for n in range(100)}
