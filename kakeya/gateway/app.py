@@ -8,6 +8,9 @@
     GET, DELETE /v1/responses/{id}       a response that the node keeps
     POST /v1/messages                    Anthropic messages, streamed or not
     POST /v1/messages/count_tokens       the tokens of such a request
+    POST /api/chat, /api/generate, /api/embed
+    GET  /api/version, /api/tags, /api/ps; POST /api/show
+                                         Ollama
     POST /v1/precache                    warm a prefix before a request needs it
     GET  /                               two lines for a person: the version, where to read on
     GET  /healthz, /health               200 while the process lives
@@ -17,7 +20,8 @@
     GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
     GET  /api/v1/requests/{id}           what of a recent request's prompt was cached, and why
 
-Parsing is in `openai` and `anthropic`, running in `generation`, admission and errors in `edge`.
+Parsing is in `openai`, `anthropic` and `ollama`, running in `generation`, admission and errors in
+`edge`.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
+from kakeya.gateway.ollama.routes import ollama_routes
 from kakeya.gateway.openai.embeddings import EmbeddingRoute
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.openai.responses.requests import parse_response
@@ -110,6 +115,7 @@ def build_app(
         rng=rng,
         precache=precache,
     )
+    embeddings = Embeddings(directory, texts, metrics, limits)
     gateway = Gateway(
         directory,
         generations,
@@ -120,7 +126,8 @@ def build_app(
         metrics=metrics,
         store=ResponseStore(most_bytes=store_bytes, mono=clock.mono),
         created_at=int(clock.wall()),
-        embedding=EmbeddingRoute(Embeddings(directory, texts, metrics, limits), clock),
+        embedding=EmbeddingRoute(embeddings, clock),
+        ollama=ollama_routes(directory, generations, embeddings, clock, _abilities),
         explain=ExplainRoute(generations.recent, texts),
     )
     app = Starlette(
@@ -160,10 +167,12 @@ class Gateway:
         store: ResponseStore,
         created_at: int,
         embedding: EmbeddingRoute,
+        ollama: Sequence[Route],
         explain: ExplainRoute,
     ) -> None:
         self._explain = explain
         self._embedding = embedding
+        self._ollama = ollama
         self._directory = directory
         self._generations = generations
         self._precache = precache
@@ -193,6 +202,7 @@ class Gateway:
             Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
             Route("/v1/messages", message, methods=["POST"]),
             Route("/v1/messages/count_tokens", CountRoute(self._generations), methods=["POST"]),
+            *self._ollama,
             Route("/v1/precache", self._precache, methods=["POST"]),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model_id:path}", self.describe_model),

@@ -489,8 +489,9 @@ class GenerationRoute:
     def _parts(
         self, jobs: Sequence[HttpGeneration]
     ) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
-        one, *others = jobs
-        return self._generations.run_all(jobs) if others else self._generations.run(one)
+        if len(jobs) == 1:
+            return self._generations.run(jobs[0])
+        return self._generations.run_all(jobs)
 
     async def _whole(
         self,

@@ -15,7 +15,7 @@ import asyncio
 import base64
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -101,17 +101,46 @@ def _input(value: object, name: str) -> EmbeddingInput:
     return tuple(value)
 
 
+def embedding_body(asked: EmbeddingRequest, made: Embedded) -> bytes:
+    """The answer."""
+    write = numbers_of if asked.form == "float" else _base64
+    return compact(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": write(vector)}
+                for index, vector in enumerate(made.vectors)
+            ],
+            "model": asked.model,
+            "usage": {"prompt_tokens": made.tokens, "total_tokens": made.tokens},
+        }
+    )
+
+
+EmbeddingParser = Callable[[Mapping[str, object]], EmbeddingRequest]
+EmbeddingWriter = Callable[[EmbeddingRequest, Embedded], bytes]
+
+
 class EmbeddingRoute:
     """The ASGI application behind the path."""
 
-    def __init__(self, embeddings: Embeddings, clock: Clock) -> None:
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        clock: Clock,
+        parse: EmbeddingParser = parse_embedding,
+        write: EmbeddingWriter = embedding_body,
+    ) -> None:
+        """`parse` and `write` are of a dialect: this one or another."""
         self._embeddings = embeddings
         self._clock = clock
+        self._parse = parse
+        self._write = write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         embeddings = self._embeddings
-        asked = await read_request(scope, receive, embeddings.limits, parse_embedding)
+        asked = await read_request(scope, receive, embeddings.limits, self._parse)
         model = embeddings.find(asked.model)
         share = share_of(client_of(scope), scope)
         with embeddings.admitted(share, asked.user):
@@ -132,30 +161,15 @@ class EmbeddingRoute:
                     user=asked.user,
                 )
                 if sum(map(len, made.vectors)) > 4 * _OFFLOAD_NUMBERS:
-                    answer = await asyncio.to_thread(_answer, asked, made)
+                    answer = await asyncio.to_thread(self._write, asked, made)
                 else:
-                    answer = _answer(asked, made)
+                    answer = self._write(asked, made)
                 client.finish()
         await send_json(send, 200, answer)
 
 
-def _answer(asked: EmbeddingRequest, made: Embedded) -> bytes:
-    write = _numbers if asked.form == "float" else _base64
-    return compact(
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": write(vector)}
-                for index, vector in enumerate(made.vectors)
-            ],
-            "model": asked.model,
-            "usage": {"prompt_tokens": made.tokens, "total_tokens": made.tokens},
-        }
-    )
-
-
-def _numbers(vector: bytes) -> list[float]:
-    """The shortest decimals that give the same float32: nine digits."""
+def numbers_of(vector: bytes) -> list[float]:
+    """The numbers of a vector: the shortest decimals that give the same float32: nine digits."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -203,7 +203,8 @@ class ChatReply(_ChunkReply[ChatRequest]):
         if not tokens:
             return None
         content = [
-            _token(one) | {"top_logprobs": [_token(top) for top in one.top]} for one in tokens
+            token_body(one) | {"top_logprobs": [token_body(top) for top in one.top]}
+            for one in tokens
         ]
         return {"content": content, "refusal": None}
 
@@ -290,5 +291,6 @@ def _call(call: ToolCall) -> dict[str, object]:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def _token(one: ShownLogprob) -> dict[str, object]:
+def token_body(one: ShownLogprob) -> dict[str, object]:
+    """A token and its logprob, without the likeliest ones in its place."""
     return {"token": one.text, "logprob": one.logprob, "bytes": list(one.raw)}
