@@ -432,7 +432,7 @@ class Generations:
             case CompletionRequest() if isinstance(job.prompt, str):
                 return await text.encode(job.prompt + job.answer.text, at_most=at_most)
             case CompletionRequest():
-                return (*job.request.token_ids, *job.token_ids)
+                return marked((*job.request.token_ids, *job.token_ids), job.request.cuts)
 
     def _sampling(
         self, params: GenerationParams, defaults: Sampling, facts: ModelFacts
@@ -565,7 +565,9 @@ async def _written(
 ) -> WrittenPrompt:
     """The prompt in ids; of a conversation with the places where others are likely to part."""
     if not isinstance(asked, ChatRequest):
-        return WrittenPrompt(token_ids=await raw_ids(prompt, text, facts))
+        raw = await raw_ids(prompt, text, facts)
+        stable = () if isinstance(prompt, str) else asked.params.cache.cuts(len(raw))
+        return WrittenPrompt(token_ids=raw, cuts=stable)
     token_ids = await chat_ids(asked.chat, text, facts)
     cuts = await text.cuts_of(token_ids, asked.chat, at_most=most_prompt_tokens(facts))
     grammar = await text.grammar(token_ids, asked.chat, asked.shape)

@@ -1,6 +1,6 @@
 """The conversation of a request that names none: by our headers, or by a session that clients send.
 
-    x-kakeya-conversation, -segments, -prefix, -cache-key, -retention
+    x-kakeya-conversation, -segments, -prefix, -cache-key, -retention, -stable-tokens
                              as in the metadata of gRPC, for clients that cannot add to their bodies
     x-claude-code-session-id, session-id, thread-id, x-session-id, x-session-affinity
                              of agent programs
@@ -67,7 +67,12 @@ def cache_use(asked: Request, headers: Headers, session: str) -> CacheUse:
         keys = CacheKeys()
         if isinstance(asked, ChatRequest) and (session or asked.chat.tools):
             keys = CacheKeys(conversation_id=_hint(session, asked.chat))
-    return replace(use, keys=keys, retention=use.retention or ours.retention)
+    return replace(
+        use,
+        keys=keys,
+        retention=use.retention or ours.retention,
+        stable_tokens=use.stable_tokens or ours.stable_tokens,
+    )
 
 
 def _hint(session: str, chat: Chat) -> str:

@@ -19,14 +19,17 @@ from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.text.changing_lines import ALL_KINDS, ChangingLine
 
-CONVERSATION, SEGMENTS, PREFIX, CACHE_KEY, RETENTION = (
+CONVERSATION, SEGMENTS, PREFIX, CACHE_KEY, RETENTION, STABLE_TOKENS = (
     "x-kakeya-conversation",
     "x-kakeya-segments",
     "x-kakeya-prefix",
     "x-kakeya-cache-key",
     "x-kakeya-retention",
+    "x-kakeya-stable-tokens",
 )
-"""Metadata of a gRPC call: the conversation or prefix of its prompt, and its retention."""
+"""Metadata of a gRPC call, or headers: the conversation or prefix of its prompt, its retention, and
+how many of its ids are stable."""
+_MOST_DIGITS = 9
 AT_HAND_S = 1.0
 """Seconds that a ready model may take to tell its facts."""
 _RETENTIONS = {retention.label: retention for retention in Retention} | {
@@ -37,16 +40,25 @@ _RETENTIONS = {retention.label: retention for retention in Retention} | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """The keys and the retention that a request gives for its prefix; `retention` None = not
-    given."""
+    """What a request says of its prefix; `retention` None = not given.
+
+    `stable_tokens`, of a prompt of token ids, are those that other requests begin with too, 0 = it
+    does not say: KV is then shared in whole blocks, and with it to the token.
+    """
 
     keys: CacheKeys = field(default_factory=CacheKeys)
     retention: Retention | None = None
+    stable_tokens: int = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether the request gives no key: then only content decides."""
-        return self == CacheUse()
+        return self.keys == CacheKeys() and self.retention is None
+
+    def cuts(self, prompt_tokens: int) -> tuple[int, ...]:
+        """The cut of a prompt of so many ids: in front of the last stable token, where a prompt of
+        the stable ones alone ends, since the last token of a prompt is not prefilled."""
+        return (self.stable_tokens - 1,) if 1 < self.stable_tokens <= prompt_tokens else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +176,8 @@ def read_retention(word: str, param: str) -> Retention:
 
 
 def read_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> CacheUse:
-    """Read the keys and the retention from a gRPC call. Raises InvalidArgument for an unknown
-    retention."""
+    """Read all of it from a gRPC call. Raises InvalidArgument for an unknown retention, or a count
+    that is none."""
     said = {key: value for key, value in metadata if isinstance(value, str)}
     return CacheUse(
         keys=CacheKeys(
@@ -175,7 +187,16 @@ def read_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> CacheUse:
             prompt_cache_key=said.get(CACHE_KEY, ""),
         ),
         retention=read_retention(said[RETENTION], RETENTION) if said.get(RETENTION) else None,
+        stable_tokens=_count(said.get(STABLE_TOKENS, "")),
     )
+
+
+def _count(word: str) -> int:
+    if word and not (word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS):
+        raise InvalidArgument(
+            f"{STABLE_TOKENS} is {word[:40]!r}; it must be a number of tokens", param=STABLE_TOKENS
+        )
+    return int(word or 0)
 
 
 Tokens = Sequence[int]

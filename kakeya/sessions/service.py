@@ -23,6 +23,7 @@ from kakeya.core.errors import InvariantBroken, KakeyaError, Refused
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.caller import peer_host, read_priority
+from kakeya.generation.cuts import marked
 from kakeya.generation.frames import Done, Progress, StopReason, Tokens
 from kakeya.generation.model import DraftRouter, ModelDirectory
 from kakeya.generation.request import DecodeRequest
@@ -227,6 +228,7 @@ class RuntimeService(RuntimeServiceServicer):
             # A conversation keeps its KV though it opens a session for each turn.
             session.kv_key = self._precache.kv_key(claim) or session.session_id
             await self._truncate(session, parameters.max_tokens, context)
+            cuts = claim.use.cuts(session.history_length)
             asked = DecodeRequest(
                 token_ids=session.history,
                 max_tokens=parameters.max_tokens,
@@ -238,6 +240,7 @@ class RuntimeService(RuntimeServiceServicer):
                 client=claim.client or peer_host(context.peer()),
                 priority=priority,
                 kv_retention=claim.use.retention or Retention.LONG,
+                cuts=cuts,
             )
             try:
                 done, committed = await self._stream(session, asked, context)
@@ -245,13 +248,13 @@ class RuntimeService(RuntimeServiceServicer):
                 _log_failure(session, broken)
                 await session.model.release(session.kv_key)
                 raise
-            self._turn_ended(session, claim)
+            self._turn_ended(session, claim, cuts)
         await context.write(pb.GenerateResponse(done=_done_to_wire(done, committed)))
 
-    def _turn_ended(self, session: Session, claim: PrefixClaim) -> None:
+    def _turn_ended(self, session: Session, claim: PrefixClaim, cuts: Sequence[int]) -> None:
         if claim.use.is_empty:
             return
-        history = session.history
+        history = marked(session.history, cuts)
 
         async def tokens() -> Sequence[int]:
             return history

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from starlette.datastructures import Headers
 
-from kakeya.core.errors import InvalidArgument
+from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.session_hint import cache_use, session_of
 from kakeya.generation.retention import Retention
@@ -112,6 +112,22 @@ def test_segments_and_prefix_hashes_of_a_body_are_keys():
     for wrong in ({}, [7], [{"content": "x"}], [{"content": 7, "stable": True}]):
         with pytest.raises(InvalidArgument, match="prompt_segments"):
             hinted(HI, headers={}, prompt_segments=wrong)
+
+
+def test_stable_tokens_are_of_prompts_that_are_token_ids():
+    body = {"model": "toy", "prompt": [1, 2, 3], "stable_tokens": 2}
+    use = cache_use(parse_completion(body).asked, Headers({}), "")
+    assert (use.cuts(3), use.cuts(2), use.cuts(1), use.is_empty) == ((1,), (1,), (), True)
+    header = {"x-kakeya-stable-tokens": "3"}
+    asked = parse_completion({**body, "stable_tokens": None}).asked
+    assert cache_use(asked, Headers(header), "").stable_tokens == 3
+    with pytest.raises(InvalidArgument, match="stable-tokens"):
+        cache_use(asked, Headers({"x-kakeya-stable-tokens": "-1"}), "")
+    for prompt in ("text", [1], [[1, 2, 3], [1]]):
+        with pytest.raises(InvalidArgument, match="stable_tokens is 2"):
+            parse_completion({**body, "prompt": prompt})
+    with pytest.raises(Unsupported):
+        parse_chat({"model": "toy", "messages": [HI], "stable_tokens": 2})
 
 
 class Claims(NoPrecache):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,24 @@ def counted(usage: dict[str, Any]) -> tuple[int, int]:
 def is_calm(node: NodeProcess) -> bool:
     status = node.api.get("/api/v1/status")["precache"]
     return not status["queued"] and not status["running"]
+
+
+async def test_a_prompt_of_token_ids_is_found_to_the_token(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    ids = [rng.randrange(5, 3000) for _ in range(692)]
+    cached: dict[int, int] = {}
+    async with (
+        verifier_node(tmp_path / "node") as node,
+        httpx.AsyncClient(base_url=f"http://{node.http}", trust_env=False) as http,
+    ):
+        body = {"model": "kakeya-tiny", "prompt": ids[:690]}
+        warmed = await http.post("/v1/precache", json=body, timeout=60)
+        assert warmed.json()["usage"]["computed_tokens"] == 689
+        for stable in (0, 690):
+            body = {"model": "kakeya-tiny", "prompt": ids, "stable_tokens": stable}
+            answer = await http.post("/v1/completions", json={**body, "max_tokens": 1}, timeout=60)
+            _, cached[stable] = counted(answer.json()["usage"])
+    assert cached[0] < cached[690] == 689
 
 
 async def test_two_turns_of_each_agent_program(tmp_path: Path, capsys) -> None:

@@ -5,6 +5,8 @@ prompt_segments           [{"content", "stable"}]: what the prompt is made of; t
                           it begins with are the key, by their hash
 prefix_hash               a hash that the caller computed over its stable text
 prompt_cache_key          requests that begin alike, where there is no conversation
+stable_tokens             of a prompt of token ids: how many of them other requests begin with too,
+                          so that these are found to the token
 prompt_cache_retention    "in_memory" | "24h", or "short" | "long" | "extended": for how long
                           the prefix is of use
 """
@@ -13,18 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kakeya.gateway.http.body import refuse, text
+from kakeya.gateway.http.body import integer, refuse, text
+from kakeya.generation.request import MAX_PROMPT_TOKENS
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix
 from kakeya.prefix.seam import CacheUse, read_retention
 
 KEY_PARAMS = frozenset({"conversation_id", "prompt_segments", "prefix_hash", "prompt_cache_key"})
+STABLE_TOKENS = "stable_tokens"
 CACHE_PARAMS = KEY_PARAMS | {"prompt_cache_retention"}
 
 
 def read_cache_use(body: Mapping[str, object]) -> CacheUse:
     """Read all of them. Raises InvalidArgument naming the parameter."""
-    return CacheUse(keys=read_keys(body), retention=retention(body, "prompt_cache_retention"))
+    return CacheUse(
+        keys=read_keys(body),
+        retention=retention(body, "prompt_cache_retention"),
+        stable_tokens=integer(body, STABLE_TOKENS, 0, MAX_PROMPT_TOKENS, default=0),
+    )
 
 
 def read_keys(body: Mapping[str, object]) -> CacheKeys:

@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import UnknownParameters, flag, integer, number, refuse, shown, text
-from kakeya.gateway.openai.cache_params import CACHE_PARAMS, read_cache_use
+from kakeya.gateway.openai.cache_params import CACHE_PARAMS, STABLE_TOKENS, read_cache_use
 from kakeya.gateway.openai.messages import parse_messages
 from kakeya.gateway.openai.reply import ChatReply, CompletionReply
 from kakeya.gateway.openai.share_params import SHARE_PARAMS, read_priority, read_user
@@ -128,7 +128,7 @@ def parse_chat(body: Mapping[str, object]) -> ChatReply:
 
 def parse_completion(body: Mapping[str, object]) -> CompletionReply:
     """Read a completion request. Raises InvalidArgument or Unsupported naming the parameter."""
-    refuse_unknown(body, _SHARED | {"prompt"}, _NO_OPS)
+    refuse_unknown(body, _SHARED | {"prompt", STABLE_TOKENS}, _NO_OPS)
     is_off = body.get("logprobs") is False
     top = None if is_off else integer(body, "logprobs", 0, MOST_TOP_LOGPROBS, default=None)
     asked = CompletionRequest(
@@ -137,6 +137,13 @@ def parse_completion(body: Mapping[str, object]) -> CompletionReply:
         ),
         prompts=parse_prompts(body.get("prompt")),
     )
+    shortest = min(0 if isinstance(one, str) else len(one) for one in asked.prompts)
+    if asked.params.cache.stable_tokens > shortest:
+        raise InvalidArgument(
+            f"stable_tokens is {asked.params.cache.stable_tokens}; it counts the token ids that a "
+            "prompt begins with, and each prompt must be a list of at least so many",
+            param=STABLE_TOKENS,
+        )
     rows = asked.params.rows * len(asked.prompts)
     if rows > MAX_ROWS:
         raise InvalidArgument(
