@@ -46,7 +46,7 @@ from kakeya.gateway.anthropic.requests import parse_message
 from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.explain import ExplainRoute
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
-from kakeya.gateway.generation import GenerationRoute, Generations, client_of
+from kakeya.gateway.generation import Generations, client_of
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
@@ -57,6 +57,7 @@ from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.openai.responses.requests import parse_response
 from kakeya.gateway.openai.responses.store import ResponseStore, StoredResponses
 from kakeya.gateway.precache import PrecacheRoute
+from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.model import (
     DraftRouter,

@@ -12,7 +12,6 @@ import functools
 import random
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
     Callable,
     Iterator,
     Sequence,
@@ -20,53 +19,53 @@ from collections.abc import (
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Unsupported
+from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.ids import draw_id
 from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.figures import HttpMetrics
-from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm, read_request
-from kakeya.gateway.http.edge import send_json, stopping
-from kakeya.gateway.http.receipt import moved_of, note_left_out, note_moved
+from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm
+from kakeya.gateway.http.receipt import moved_of, note_moved
 from kakeya.gateway.http.request_ids import answer_id
-from kakeya.gateway.openai.messages import call_of
-from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
+from kakeya.gateway.prompts import (
+    WrittenPrompt,
+    facts_ahead,
+    frame_s,
+    prompts_of,
+    room_of,
+    sampling_of,
+    turn_of,
+    write_prompt,
+)
 from kakeya.gateway.recent import RecentRequests, RequestRecord
-from kakeya.gateway.reply import AnswerHead, Dialect, Reply
+from kakeya.gateway.reply import AnswerHead, Reply
 from kakeya.gateway.request import (
     ChatRequest,
     CompletionRequest,
-    GenerationParams,
     ModelNotFound,
     Request,
 )
-from kakeya.gateway.session_hint import cache_use, session_of
+from kakeya.gateway.session_hint import cache_use
 from kakeya.generation.cuts import marked
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.frames import Tokens
 from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
-from kakeya.generation.request import DecodeRequest, Sampling
+from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import resolve_key
 from kakeya.prefix.seam import Precache, PrefixClaim
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.changing_lines import move_changing_lines
-from kakeya.text.chat import Message
-from kakeya.text.folder import read_config, stated_context
 from kakeya.text.prefix import encode_ahead
-from kakeya.text.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
+from kakeya.text.prompt import check_prompt, most_prompt_tokens
 from kakeya.text.text import TextModel, Texts
 from kakeya.wire.security import CLIENT_NAME
-
-_WHOLE_FRAME_S = 0.25
-"""Between two messages of an answer that is sent whole; a dying engine loses as much work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +157,11 @@ class Generations:
     async def count(self, asked: Request, model: ServedModel, scope: Scope) -> int:
         """Count the tokens of a request's prompts. Loads the model only where its files do not tell
         enough. Raises as `prepare`."""
-        facts = model.facts or await self._facts_ahead(model)
+        facts = model.facts or await facts_ahead(model, self._texts)
         facts = facts or await model.ready(self.limits.ready_s)
         text = await self._texts.get(facts.model_path)
         asked = self.settled(asked, "", scope)
-        written = [await _written(asked, prompt, text, facts) for prompt in _prompts(asked)]
+        written = [await write_prompt(asked, prompt, text, facts) for prompt in prompts_of(asked)]
         return sum(len(one.token_ids) for one in written)
 
     @contextmanager
@@ -215,8 +214,8 @@ class Generations:
         )
         jobs: list[HttpGeneration] = []
         prompt_tokens = 0
-        for prompt in _prompts(asked):
-            written = await _written(asked, prompt, text, facts)
+        for prompt in prompts_of(asked):
+            written = await write_prompt(asked, prompt, text, facts)
             prompt_tokens += len(written.token_ids)
             for _ in range(asked.params.rows):
                 request = self._decode_request(asked, written, text, claim, scope, len(jobs))
@@ -246,34 +245,14 @@ class Generations:
 
     async def _check_ahead(self, asked: Request, model: ServedModel) -> None:
         """Refuse what the files of a model tell to be wrong, before the model loads for it."""
-        known = await self._facts_ahead(model)
+        known = await facts_ahead(model, self._texts)
         if known is None:
             return
         text = await self._texts.get(known.model_path)
-        for prompt in _prompts(asked):
+        for prompt in prompts_of(asked):
             if isinstance(prompt, str):
-                written = await _written(asked, prompt, text, known)
+                written = await write_prompt(asked, prompt, text, known)
                 check_prompt(len(written.token_ids), known)
-
-    async def _facts_ahead(self, model: ServedModel) -> ModelFacts | None:
-        """What the files of a model tell of its prompts, before it loads; None = not enough."""
-        folder = model.folder
-        if folder is None:
-            return None
-        context_tokens = await asyncio.to_thread(_stated_context, folder)
-        if not context_tokens:
-            return None
-        try:
-            text = await self._texts.get(str(folder))
-        except Unsupported:
-            return None  # the load tells more
-        return ModelFacts(
-            model_id=model.model_id,
-            model_path=str(folder),
-            vocab_size=text.tokenizer.get_vocab_size(),
-            context_tokens=context_tokens,
-            eos_token_ids=(),
-        )
 
     def _decode_request(
         self,
@@ -285,11 +264,11 @@ class Generations:
         row: int,
     ) -> DecodeRequest:
         params, facts = asked.params, claim.facts
-        sampling = self._sampling(params, text.sampling, facts)
+        sampling = sampling_of(params.sampling, text.sampling, facts, self._rng.getrandbits(64))
         stops = text.stops(params.stop)
         return DecodeRequest(
             token_ids=written.token_ids,
-            max_tokens=_room(params, len(written.token_ids), facts),
+            max_tokens=room_of(params, len(written.token_ids), facts),
             stop_token_ids=text.stop_token_ids
             | frozenset(facts.eos_token_ids)
             | (frozenset() if stops is None else stops.token_ids),
@@ -303,7 +282,7 @@ class Generations:
             user=params.user,
             priority=params.priority,
             kv_retention=params.cache.retention or Retention.LONG,
-            frame_s=_frame_s(params),
+            frame_s=frame_s(params),
             cuts=written.cuts,
             grammar=written.grammar,
             top_logprobs=params.top_logprobs,
@@ -427,108 +406,12 @@ class Generations:
     async def _continued(self, job: HttpGeneration, text: TextModel, at_most: int) -> Sequence[int]:
         match job.asked:
             case ChatRequest() as asked:
-                turn = asked.chat.followed_by(_turn_of(job.answer))
+                turn = asked.chat.followed_by(turn_of(job.answer))
                 return await encode_ahead(text, turn, at_most=at_most)
             case CompletionRequest() if isinstance(job.prompt, str):
                 return await text.encode(job.prompt + job.answer.text, at_most=at_most)
             case CompletionRequest():
                 return marked((*job.request.token_ids, *job.token_ids), job.request.cuts)
-
-    def _sampling(
-        self, params: GenerationParams, defaults: Sampling, facts: ModelFacts
-    ) -> Sampling:
-        wish = params.sampling
-        if (wish.top_k or 0) > facts.vocab_size:
-            raise InvalidArgument(
-                f"top_k is {wish.top_k}; {facts.model_id} has {facts.vocab_size} tokens",
-                param="top_k",
-            )
-        for token_id, _ in wish.logit_bias or ():
-            if token_id >= facts.vocab_size:
-                raise InvalidArgument(
-                    f"logit_bias names token {token_id}; {facts.model_id} has {facts.vocab_size} "
-                    "tokens",
-                    param="logit_bias",
-                )
-        top_k = min(defaults.top_k, facts.vocab_size)
-        return wish.over(replace(defaults, top_k=top_k, seed=self._rng.getrandbits(64)))
-
-
-class GenerationRoute:
-    """The ASGI application behind the path of a dialect."""
-
-    def __init__(self, dialect: Dialect, generations: Generations) -> None:
-        self._dialect = dialect
-        self._generations = generations
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        generations = self._generations
-        headers = Headers(scope=scope)
-        reply, session = await read_request(
-            scope,
-            receive,
-            generations.limits,
-            lambda body: (self._dialect(body, headers), session_of(body, headers)),
-        )
-        asked = generations.settled(reply.asked, session, scope)
-        params = asked.params
-        note_left_out(scope, params.left_out)
-        caller = client_of(scope)
-        model = generations.find(params.model, caller)
-        with generations.admitted(share_of(caller, scope), params.user):
-            async with generations.connection(
-                receive, send, model.waits_for, reply if params.stream else None
-            ) as client:
-                prepared = generations.prepare(reply, asked, model, scope)
-                if params.stream:
-                    await self._stream(reply, prepared, client)
-                else:
-                    await self._whole(reply, prepared, client, send)
-
-    def _parts(
-        self, jobs: Sequence[HttpGeneration]
-    ) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
-        if len(jobs) == 1:
-            return self._generations.run(jobs[0])
-        return self._generations.run_all(jobs)
-
-    async def _whole(
-        self,
-        reply: Reply,
-        prepared: Awaitable[Sequence[HttpGeneration]],
-        client: Connection,
-        send: Send,
-    ) -> None:
-        jobs = await prepared
-        async with aclosing(self._parts(jobs)) as parts:
-            async for _ in parts:
-                pass
-        body = compact(reply.whole([job.answer for job in jobs]))
-        client.finish()
-        await send_json(send, 200, body)
-
-    async def _stream(
-        self, reply: Reply, prepared: Awaitable[Sequence[HttpGeneration]], client: Connection
-    ) -> None:
-        try:
-            jobs = await prepared
-            opening = reply.opening()
-            async with aclosing(self._parts(jobs)) as parts:
-                async for answer, part in parts:
-                    if written := reply.part(answer, part):
-                        await client.send_event(opening + written)
-                        opening = b""
-        except KakeyaError as error:
-            if not client.is_started:
-                raise
-            await client.end(reply.failure(error))
-            return
-        except asyncio.CancelledError:
-            if client.is_started and not client.has_left:
-                await client.end(reply.failure(stopping()))
-            raise
-        await client.end(opening + reply.closing([job.answer for job in jobs]))
 
 
 def client_of(scope: Scope) -> str:
@@ -536,75 +419,7 @@ def client_of(scope: Scope) -> str:
     return Headers(scope=scope).get(CLIENT_NAME, "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenPrompt:
-    """A prompt in ids, its cuts, and the grammar of its answer, "" = free text."""
-
-    token_ids: tuple[int, ...]
-    cuts: tuple[int, ...] = ()
-    grammar: str = ""
-
-
-def _prompts(asked: Request) -> tuple[str | tuple[int, ...], ...]:
-    """Of a conversation one, which its template writes."""
-    return asked.prompts if isinstance(asked, CompletionRequest) else ("",)
-
-
-def _stated_context(folder: Path) -> int:
-    """The context of a model that was not loaded yet; 0 = its files do not tell. Blocks."""
-    try:
-        config = read_config(folder / "config.json")
-    except Unsupported:
-        return 0
-    nested = config.get("text_config")
-    return stated_context([*([nested] if isinstance(nested, dict) else []), config])
-
-
-async def _written(
-    asked: Request, prompt: str | tuple[int, ...], text: TextModel, facts: ModelFacts
-) -> WrittenPrompt:
-    """The prompt in ids; of a conversation with the places where others are likely to part."""
-    if not isinstance(asked, ChatRequest):
-        raw = await raw_ids(prompt, text, facts)
-        stable = () if isinstance(prompt, str) else asked.params.cache.cuts(len(raw))
-        return WrittenPrompt(token_ids=raw, cuts=stable)
-    token_ids = await chat_ids(asked.chat, text, facts)
-    cuts = await text.cuts_of(token_ids, asked.chat, at_most=most_prompt_tokens(facts))
-    grammar = await text.grammar(token_ids, asked.chat, asked.shape)
-    return WrittenPrompt(token_ids=token_ids, cuts=cuts, grammar=grammar or "")
-
-
-def _turn_of(answer: GeneratedAnswer) -> Message:
-    """An answer as its client sends it back."""
-    turn: dict[str, object] = {"role": "assistant", "content": answer.text}
-    if answer.thoughts:
-        turn["reasoning_content"] = answer.thoughts
-    if answer.calls:
-        turn["tool_calls"] = [
-            call_of(call.call_id, call.name, call.arguments) for call in answer.calls
-        ]
-    return turn
-
-
 def system_fingerprint(facts: ModelFacts) -> str:
     """Names what computes the tokens: the weights, their form and the arithmetic."""
     made_of = (facts.base_fingerprint, facts.weights_state, facts.kv_exactness, facts.mlx_version)
     return "fp_" + sha256(repr(made_of).encode()).hexdigest()[:12]
-
-
-def _frame_s(params: GenerationParams) -> float:
-    """An answer that is sent whole needs its tokens seldom, unless a stop string may end it."""
-    return 0.0 if params.stream or params.stop else _WHOLE_FRAME_S
-
-
-def _room(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> int:
-    """How many tokens may be generated: as many as asked, and at most the rest of the context.
-
-    If none are asked for, as many as memory can ever hold.
-    """
-    check_prompt(prompt_tokens, facts)
-    room = facts.context_tokens - prompt_tokens
-    if params.max_tokens is not None:
-        return min(params.max_tokens, room)
-    longest = facts.longest_tokens or facts.context_tokens
-    return max(1, min(room, longest - prompt_tokens))

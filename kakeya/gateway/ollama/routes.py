@@ -8,11 +8,12 @@ from starlette.routing import Route
 
 from kakeya.core.clock import Clock
 from kakeya.gateway.embeddings import Embeddings
-from kakeya.gateway.generation import GenerationRoute, Generations
+from kakeya.gateway.generation import Generations
 from kakeya.gateway.ollama.embed import embed_body, parse_embed
 from kakeya.gateway.ollama.models import OllamaModels
 from kakeya.gateway.ollama.requests import parse_chat, parse_generate
 from kakeya.gateway.openai.embeddings import EmbeddingRoute
+from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.model import ModelDirectory
 from kakeya.text.text import TextModel
 

@@ -50,7 +50,7 @@ MAX_ROWS = 64
 """Answers of one request: prompts times n."""
 COMPLETION_MAX_TOKENS = 16
 """Of /v1/completions when `max_tokens` is absent; a chat goes on to the end of the context."""
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def is_one_of(*values: object) -> Callable[[object], bool]:

@@ -1,0 +1,138 @@
+"""The prompt of a request in a model's tokens, and what follows from it before any is generated."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.gateway.answer import GeneratedAnswer
+from kakeya.gateway.openai.messages import call_of
+from kakeya.gateway.request import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationParams,
+    Request,
+    SamplingWish,
+)
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.model import ServedModel
+from kakeya.generation.request import Sampling
+from kakeya.text.chat import Message
+from kakeya.text.folder import read_config, stated_context
+from kakeya.text.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
+from kakeya.text.text import TextModel, Texts
+
+_WHOLE_FRAME_S = 0.25
+"""Between two messages of an answer that is sent whole; a dying engine loses as much work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPrompt:
+    """A prompt in ids, its cuts, and the grammar of its answer, "" = free text."""
+
+    token_ids: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
+    grammar: str = ""
+
+
+def prompts_of(asked: Request) -> tuple[str | tuple[int, ...], ...]:
+    """Of a conversation one, which its template writes."""
+    return asked.prompts if isinstance(asked, CompletionRequest) else ("",)
+
+
+def _stated_context(folder: Path) -> int:
+    """The context of a model that was not loaded yet; 0 = its files do not tell. Blocks."""
+    try:
+        config = read_config(folder / "config.json")
+    except Unsupported:
+        return 0
+    nested = config.get("text_config")
+    return stated_context([*([nested] if isinstance(nested, dict) else []), config])
+
+
+async def write_prompt(
+    asked: Request, prompt: str | tuple[int, ...], text: TextModel, facts: ModelFacts
+) -> WrittenPrompt:
+    """The prompt in ids; of a conversation with the places where others are likely to part."""
+    if not isinstance(asked, ChatRequest):
+        raw = await raw_ids(prompt, text, facts)
+        stable = () if isinstance(prompt, str) else asked.params.cache.cuts(len(raw))
+        return WrittenPrompt(token_ids=raw, cuts=stable)
+    token_ids = await chat_ids(asked.chat, text, facts)
+    cuts = await text.cuts_of(token_ids, asked.chat, at_most=most_prompt_tokens(facts))
+    grammar = await text.grammar(token_ids, asked.chat, asked.shape)
+    return WrittenPrompt(token_ids=token_ids, cuts=cuts, grammar=grammar or "")
+
+
+def turn_of(answer: GeneratedAnswer) -> Message:
+    """An answer as its client sends it back."""
+    turn: dict[str, object] = {"role": "assistant", "content": answer.text}
+    if answer.thoughts:
+        turn["reasoning_content"] = answer.thoughts
+    if answer.calls:
+        turn["tool_calls"] = [
+            call_of(call.call_id, call.name, call.arguments) for call in answer.calls
+        ]
+    return turn
+
+
+async def facts_ahead(model: ServedModel, texts: Texts) -> ModelFacts | None:
+    """What the files of a model tell of its prompts, before it loads; None = not enough."""
+    folder = model.folder
+    if folder is None:
+        return None
+    context_tokens = await asyncio.to_thread(_stated_context, folder)
+    if not context_tokens:
+        return None
+    try:
+        text = await texts.get(str(folder))
+    except Unsupported:
+        return None  # the load tells more
+    return ModelFacts(
+        model_id=model.model_id,
+        model_path=str(folder),
+        vocab_size=text.tokenizer.get_vocab_size(),
+        context_tokens=context_tokens,
+        eos_token_ids=(),
+    )
+
+
+def sampling_of(wish: SamplingWish, defaults: Sampling, facts: ModelFacts, seed: int) -> Sampling:
+    """How tokens are selected: as a request says, else as is usual for the model, with this seed.
+
+    Raises InvalidArgument for what the model's vocabulary does not have.
+    """
+    if (wish.top_k or 0) > facts.vocab_size:
+        raise InvalidArgument(
+            f"top_k is {wish.top_k}; {facts.model_id} has {facts.vocab_size} tokens",
+            param="top_k",
+        )
+    for token_id, _ in wish.logit_bias or ():
+        if token_id >= facts.vocab_size:
+            raise InvalidArgument(
+                f"logit_bias names token {token_id}; {facts.model_id} has {facts.vocab_size} "
+                "tokens",
+                param="logit_bias",
+            )
+    top_k = min(defaults.top_k, facts.vocab_size)
+    return wish.over(replace(defaults, top_k=top_k, seed=seed))
+
+
+def frame_s(params: GenerationParams) -> float:
+    """An answer that is sent whole needs its tokens seldom, unless a stop string may end it."""
+    return 0.0 if params.stream or params.stop else _WHOLE_FRAME_S
+
+
+def room_of(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> int:
+    """How many tokens may be generated: as many as asked, and at most the rest of the context.
+
+    If none are asked for, as many as memory can ever hold.
+    """
+    check_prompt(prompt_tokens, facts)
+    room = facts.context_tokens - prompt_tokens
+    if params.max_tokens is not None:
+        return min(params.max_tokens, room)
+    longest = facts.longest_tokens or facts.context_tokens
+    return max(1, min(room, longest - prompt_tokens))

@@ -1,0 +1,98 @@
+"""The route of a dialect: a body in, the answer out, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from kakeya.core.errors import KakeyaError
+from kakeya.gateway.answer import GeneratedAnswer, Part
+from kakeya.gateway.generation import Generations, HttpGeneration, client_of
+from kakeya.gateway.http.connection import Connection, read_request
+from kakeya.gateway.http.edge import send_json, stopping
+from kakeya.gateway.http.receipt import note_left_out
+from kakeya.gateway.openai.reply import compact
+from kakeya.gateway.openai.share_params import share_of
+from kakeya.gateway.reply import Dialect, Reply
+from kakeya.gateway.session_hint import session_of
+
+
+class GenerationRoute:
+    """The ASGI application behind the path of a dialect."""
+
+    def __init__(self, dialect: Dialect, generations: Generations) -> None:
+        self._dialect = dialect
+        self._generations = generations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        generations = self._generations
+        headers = Headers(scope=scope)
+        reply, session = await read_request(
+            scope,
+            receive,
+            generations.limits,
+            lambda body: (self._dialect(body, headers), session_of(body, headers)),
+        )
+        asked = generations.settled(reply.asked, session, scope)
+        params = asked.params
+        note_left_out(scope, params.left_out)
+        caller = client_of(scope)
+        model = generations.find(params.model, caller)
+        with generations.admitted(share_of(caller, scope), params.user):
+            async with generations.connection(
+                receive, send, model.waits_for, reply if params.stream else None
+            ) as client:
+                prepared = generations.prepare(reply, asked, model, scope)
+                if params.stream:
+                    await self._stream(reply, prepared, client)
+                else:
+                    await self._whole(reply, prepared, client, send)
+
+    def _parts(
+        self, jobs: Sequence[HttpGeneration]
+    ) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
+        if len(jobs) == 1:
+            return self._generations.run(jobs[0])
+        return self._generations.run_all(jobs)
+
+    async def _whole(
+        self,
+        reply: Reply,
+        prepared: Awaitable[Sequence[HttpGeneration]],
+        client: Connection,
+        send: Send,
+    ) -> None:
+        jobs = await prepared
+        async with aclosing(self._parts(jobs)) as parts:
+            async for _ in parts:
+                pass
+        body = compact(reply.whole([job.answer for job in jobs]))
+        client.finish()
+        await send_json(send, 200, body)
+
+    async def _stream(
+        self, reply: Reply, prepared: Awaitable[Sequence[HttpGeneration]], client: Connection
+    ) -> None:
+        try:
+            jobs = await prepared
+            opening = reply.opening()
+            async with aclosing(self._parts(jobs)) as parts:
+                async for answer, part in parts:
+                    if written := reply.part(answer, part):
+                        await client.send_event(opening + written)
+                        opening = b""
+        except KakeyaError as error:
+            if not client.is_started:
+                raise
+            await client.end(reply.failure(error))
+            return
+        except asyncio.CancelledError:
+            if client.is_started and not client.has_left:
+                await client.end(reply.failure(stopping()))
+            raise
+        await client.end(opening + reply.closing([job.answer for job in jobs]))
