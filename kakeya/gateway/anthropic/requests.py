@@ -189,6 +189,8 @@ def _tool_choice(value: object, tools: tuple[Tool, ...]) -> ToolChoice:
     if kind == "tool":
         name = text(value.get("name"), "tool_choice.name")
         choice = {"type": "function", "function": {"name": name}}
-    is_single = flag(value, "disable_parallel_tool_use", "tool_choice.")
-    given = {"tool_choice": choice, "parallel_tool_calls": not is_single}
+    given = {"tool_choice": choice}
+    if value.get("disable_parallel_tool_use") is not None:
+        is_single = flag(value, "disable_parallel_tool_use", "tool_choice.")
+        given["parallel_tool_calls"] = not is_single
     return read_tool_choice(given, tools)

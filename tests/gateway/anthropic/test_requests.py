@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -96,13 +97,17 @@ def test_an_id_of_a_call_comes_back_as_it_was(call_id):
     assert call_id_of(tool_use_id_of(call_id)) == call_id
 
 
+FORCED = ToolChoice(mode="required", is_parallel=False)
+
+
 @pytest.mark.parametrize(
     ("given", "choice"),
     [
         ({"type": "auto"}, ToolChoice()),
-        ({"type": "none"}, ToolChoice(mode="none")),
-        ({"type": "any"}, ToolChoice(mode="required")),
-        ({"type": "tool", "name": "look"}, ToolChoice(mode="required", names=("look",))),
+        ({"type": "none"}, ToolChoice(mode="none", is_parallel=False)),
+        ({"type": "any"}, FORCED),
+        ({"type": "any", "disable_parallel_tool_use": False}, ToolChoice(mode="required")),
+        ({"type": "tool", "name": "look"}, replace(FORCED, names=("look",))),
     ],
 )
 def test_the_choice_of_tools_is_read(given, choice):
