@@ -17,3 +17,8 @@ class HttpConfig:
         one_of("refuse", "warn"),
         "refuse",
     )
+    plain_tools: Literal["write", "refuse"] = setting(
+        "tools for a model whose chat template shows none: written as plain text, or refused",
+        one_of("write", "refuse"),
+        "write",
+    )

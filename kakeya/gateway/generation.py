@@ -184,7 +184,8 @@ class Generations:
             return asked
         chat, moved = move_changing_lines(asked.chat, self._precache.moved_kinds)
         note_moved(scope, moved)
-        return replace(asked, chat=chat)
+        is_plain = self.limits.plain_tools == "write"
+        return replace(asked, chat=replace(chat, plain_tools=is_plain))
 
     async def prepare(
         self, reply: Reply, asked: Request, model: ServedModel, scope: Scope

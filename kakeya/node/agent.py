@@ -15,7 +15,7 @@ import logging
 import os
 import random
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Self
 
@@ -300,7 +300,7 @@ class Agent:
             status=overview.status,
             clock=self._clock,
             rng=self._rng,
-            limits=HttpLimits(unknown=self._config.http.unknown),
+            limits=HttpLimits(**asdict(self._config.http)),
             hosts=https.hosts,
             origins=frozenset(self._config.listen.http_origins),
             keys=https.keys,

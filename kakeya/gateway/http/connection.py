@@ -49,6 +49,8 @@ class HttpLimits:
     """At once; further requests are told to come again."""
     unknown: Literal["refuse", "warn"] = "refuse"
     """A parameter that no node knows: refused, or left out and named in x-kakeya-ignored."""
+    plain_tools: Literal["write", "refuse"] = "write"
+    """Tools for a model whose chat template shows none: written as plain text, or refused."""
 
 
 async def read_request(

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from kakeya.core.errors import PeerUnavailable
+from kakeya.gateway.http.connection import HttpLimits
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -172,4 +173,13 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(folder
             )
     assert caught.value.param == "response_format.json_schema.schema"
     assert '"if"' in caught.value.message
+    assert model.requests == []
+
+
+async def test_tools_that_a_template_does_not_show_are_refused_where_the_owner_says_so(folder):
+    model = ToyModel(folder, script="a")
+    async with serving(model, limits=HttpLimits(plain_tools="refuse")) as served:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await served.openai.chat.completions.create(model="toy", messages=HI, tools=[LOOK])
+    assert caught.value.param == "tools"
     assert model.requests == []
