@@ -20,6 +20,8 @@ from kakeya.cli.connect.edit import Edit, JsonEdit, MakeEdit, TomlEdit, Values, 
 
 NO_KEY = "none"
 """The key where a node needs none: most clients refuse to start without one."""
+_CLAUDE_WINDOW = 100_000
+"""The smallest context of which Claude Code can be told; it warns of a smaller one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ def _claude_code(target: NodeTarget) -> Values:
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": target.model,
         "ANTHROPIC_SMALL_FAST_MODEL": target.model,
     }
-    if target.context_tokens:
+    if target.context_tokens >= _CLAUDE_WINDOW:
         # It takes an unknown model for one of 200,000 tokens, and would shorten chats too late.
         env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.context_tokens)
     return {"env": env}

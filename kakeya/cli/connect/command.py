@@ -31,6 +31,8 @@ from kakeya.core.folders import default_folder
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 _OPENAI = "openai"
+_ANY_TOKENS = 1 << 20
+"""A context of which every client is told, so that all that is told is taken back."""
 
 
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -142,9 +144,9 @@ def _before(client: AgentProgram, file: Path) -> str:
     if not is_connected:
         return text
     try:
-        return client.edit(NodeTarget(url="", model="", key="", context_tokens=1)).restore(
-            text, kept
-        )
+        return client.edit(
+            NodeTarget(url="", model="", key="", context_tokens=_ANY_TOKENS)
+        ).restore(text, kept)
     except Uneditable as fault:
         raise Conflict(
             f"{file} cannot be read: {fault}. {_backup(file).name} beside it holds what it was "

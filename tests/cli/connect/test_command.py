@@ -109,11 +109,12 @@ async def test_a_node_is_asked_for_its_model_and_context(
         async def run(*words: str) -> int:
             return await asyncio.to_thread(main, ["connect", *words, *at])
 
+        assert await run("codex") == 0
+        assert "model_context_window = 512\n" in file_of("codex", tmp_path).read_text()
         assert await run("claude-code") == 0
         env = json.loads(file_of("claude-code", tmp_path).read_text())["env"]
         assert env["ANTHROPIC_BASE_URL"] == f"http://127.0.0.1:{served.port}"
         assert env["ANTHROPIC_MODEL"] == "toy"
-        assert int(env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"]) > 0
         assert await run("codex", "--model", "none") == 1
         assert "does not serve 'none'; it serves toy" in capsys.readouterr().err
         assert await run("openai") == 0

@@ -14,7 +14,7 @@ from kakeya.cli.connect.clients import CLIENTS, NodeTarget
 from kakeya.cli.connect.edit import Edit, JsonEdit, TomlEdit, Uneditable, Values, YamlEdit, merged
 from tests.laws import law
 
-TARGET = NodeTarget(url="http://127.0.0.1:8210", model="m", key="none", context_tokens=4096)
+TARGET = NodeTarget(url="http://127.0.0.1:8210", model="m", key="none", context_tokens=131_072)
 NAMES = st.sampled_from(["model", "env", "provider", "models", "other", "a-b", "x"])
 SINGLE = st.integers(-9, 9) | st.text("ab #\"'=:[]{}\\é", max_size=6) | st.booleans()
 NESTED = st.recursive(
