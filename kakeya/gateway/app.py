@@ -17,6 +17,7 @@
     GET  /readyz                         200 when the default model serves (or, on a node that
                                          only drafts, all that draft), else 503 and why
     GET  /metrics                        Prometheus
+    GET  /openapi.json                   these paths and their parameters, for programs
     GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
     GET  /api/v1/requests/{id}           what of a recent request's prompt was cached, and why
 
@@ -42,7 +43,7 @@ import kakeya
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
 from kakeya.gateway.anthropic.count import CountRoute
-from kakeya.gateway.anthropic.requests import parse_message
+from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
 from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.explain import ExplainRoute
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
@@ -52,11 +53,18 @@ from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
 from kakeya.gateway.ollama.routes import ollama_routes
-from kakeya.gateway.openai.embeddings import EmbeddingRoute
-from kakeya.gateway.openai.requests import parse_chat, parse_completion
-from kakeya.gateway.openai.responses.requests import parse_response
+from kakeya.gateway.openai.embeddings import EMBEDDING, EmbeddingRoute
+from kakeya.gateway.openai.requests import (
+    CHAT,
+    CHAT_NO_OPS,
+    COMPLETION,
+    parse_chat,
+    parse_completion,
+)
+from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, parse_response
 from kakeya.gateway.openai.responses.store import ResponseStore, StoredResponses
-from kakeya.gateway.precache import PrecacheRoute
+from kakeya.gateway.openapi import BodyRoute, document_route
+from kakeya.gateway.precache import PRECACHE, PrecacheRoute
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.model import (
@@ -186,25 +194,27 @@ class Gateway:
 
     def routes(self) -> list[Route]:
         """The served paths."""
-        chat = GenerationRoute(lambda body, _: parse_chat(body), self._generations)
-        completion = GenerationRoute(lambda body, _: parse_completion(body), self._generations)
+        generations = self._generations
+        chat = GenerationRoute(lambda body, _: parse_chat(body), generations)
+        completion = GenerationRoute(lambda body, _: parse_completion(body), generations)
         response = GenerationRoute(
             lambda body, headers: parse_response(body, self._store, headers.get(CLIENT_NAME, "")),
-            self._generations,
+            generations,
         )
+        message = GenerationRoute(lambda body, _: parse_message(body), generations)
+        count = CountRoute(generations)
         stored = StoredResponses(self._store)
-        message = GenerationRoute(lambda body, _: parse_message(body), self._generations)
-        return [
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completion, methods=["POST"]),
-            Route("/v1/embeddings", self._embedding, methods=["POST"]),
-            Route("/v1/responses", response, methods=["POST"]),
+        served = [
+            BodyRoute("/v1/chat/completions", chat, CHAT, CHAT_NO_OPS),
+            BodyRoute("/v1/completions", completion, COMPLETION, CHAT_NO_OPS),
+            BodyRoute("/v1/embeddings", self._embedding, EMBEDDING),
+            BodyRoute("/v1/responses", response, RESPONSE, RESPONSE_NO_OPS),
             Route("/v1/responses/{response_id}", stored.show),
             Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
-            Route("/v1/messages", message, methods=["POST"]),
-            Route("/v1/messages/count_tokens", CountRoute(self._generations), methods=["POST"]),
+            BodyRoute("/v1/messages", message, MESSAGE, MESSAGE_NO_OPS),
+            BodyRoute("/v1/messages/count_tokens", count, MESSAGE, MESSAGE_NO_OPS),
             *self._ollama,
-            Route("/v1/precache", self._precache, methods=["POST"]),
+            BodyRoute("/v1/precache", self._precache, PRECACHE),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model_id:path}", self.describe_model),
             Route("/", self.greet),
@@ -216,6 +226,8 @@ class Gateway:
             Route("/api/v1/fleet", self.fleet),
             Route("/api/v1/requests/{request_id}", self._explain.answer),
         ]
+        takes_more = generations.limits.unknown == "warn"
+        return [*served, document_route(served, takes_more=takes_more)]
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""

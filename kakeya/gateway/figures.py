@@ -24,7 +24,7 @@ from kakeya.generation.fair_bound import RETRY_S
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ROUTES = frozenset(
     {"/v1/models", "/v1/chat/completions", "/v1/completions", "/healthz", "/readyz", "/metrics"}
-    | {"/", "/health"}
+    | {"/", "/health", "/openapi.json"}
     | {"/v1/embeddings", "/v1/precache", "/api/v1/fleet", "/api/v1/status"}
 )
 _ONE_MODEL, _OTHER = "/v1/models/{id}", "other"

@@ -19,21 +19,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.generation import Generations, client_of
-from kakeya.gateway.http.body import flag
 from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
-from kakeya.gateway.openai.cache_params import KEY_PARAMS, read_keys, retention
-from kakeya.gateway.openai.messages import parse_messages
+from kakeya.gateway.http.fields import flag_field, refuse_unknown, table
+from kakeya.gateway.openai.cache_params import KEY_PARAMS, read_keys, retention_field
+from kakeya.gateway.openai.generation_params import MODEL
+from kakeya.gateway.openai.messages import MESSAGES
 from kakeya.gateway.openai.reply import compact
-from kakeya.gateway.openai.requests import parse_model, parse_prompts, refuse_unknown
+from kakeya.gateway.openai.requests import PROMPTS
 from kakeya.gateway.openai.share_params import share_of
-from kakeya.gateway.openai.tools import parse_tools
+from kakeya.gateway.openai.tools import TOOLS
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.model import ServedModel
 from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix, resolve_key
@@ -53,9 +54,9 @@ from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import check_prompt, most_prompt_tokens, raw_ids, too_long
 from kakeya.text.text import Texts
 
-_FIELDS = frozenset({"model", "messages", "prompt", "tools", "retention", "pin"} | KEY_PARAMS)
-
-
+_RETENTION, _IS_PINNED = retention_field("retention"), flag_field("pin")
+PRECACHE = KEY_PARAMS | table(MODEL, TOOLS, _RETENTION, _IS_PINNED)
+PRECACHE |= table(*(replace(one, is_required=False) for one in (MESSAGES, PROMPTS)))
 _UNKNOWN = WarmReport(
     outcome=WarmOutcome.FAILED,
     reason="nothing is known of this key here; send the messages or the prompt to be warmed",
@@ -76,34 +77,35 @@ class PrecacheRequest:
 
 def parse_precache(body: Mapping[str, object]) -> PrecacheRequest:
     """Read a request. Raises InvalidArgument or Unsupported naming the field."""
-    refuse_unknown(body, _FIELDS)
-    use = CacheUse(keys=read_keys(body), retention=retention(body, "retention"))
+    refuse_unknown(body, PRECACHE, {})
+    use = CacheUse(keys=read_keys(body), retention=_RETENTION.read(body))
     is_chat = body.get("messages") is not None
     has_prompt = body.get("prompt") is not None
+    is_pinned = _IS_PINNED.read(body)
     if is_chat and has_prompt:
         raise InvalidArgument(
             "give messages or a prompt, one of them: both were given", param="messages"
         )
-    if not is_chat and not has_prompt and (use.keys == CacheKeys() or flag(body, "pin")):
+    if not is_chat and not has_prompt and (use.keys == CacheKeys() or is_pinned):
         raise InvalidArgument(
             "give messages or a prompt; or a key alone, without pin, for what is known of it",
             param="messages",
         )
-    tools = parse_tools(body.get("tools"))
+    tools = TOOLS.read(body)
     if tools and not is_chat:
         raise InvalidArgument("tools need messages; a prompt carries its own", param="tools")
     return PrecacheRequest(
-        model=parse_model(body.get("model")),
+        model=MODEL.read(body),
         use=use,
-        messages=parse_messages(body["messages"])[0] if is_chat else (),
+        messages=MESSAGES.read(body)[0] if is_chat else (),
         tools=tools,
-        prompt=_prompt(body["prompt"]) if has_prompt else "",
-        is_pinned=flag(body, "pin"),
+        prompt=_prompt(body) if has_prompt else "",
+        is_pinned=is_pinned,
     )
 
 
-def _prompt(value: object) -> str | tuple[int, ...]:
-    prompts = parse_prompts(value)
+def _prompt(body: Mapping[str, object]) -> str | tuple[int, ...]:
+    prompts = PROMPTS.read(body)
     if len(prompts) > 1:
         raise Unsupported(
             f"prompt holds {len(prompts)} prompts; send one request for each", param="prompt"

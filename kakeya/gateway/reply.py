@@ -18,6 +18,7 @@ from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.request import Request
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
+LINE_STREAM = b"application/x-ndjson"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

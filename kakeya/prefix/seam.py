@@ -32,7 +32,7 @@ how many of its ids are stable."""
 _MOST_DIGITS = 9
 AT_HAND_S = 1.0
 """Seconds that a ready model may take to tell its facts."""
-_RETENTIONS = {retention.label: retention for retention in Retention} | {
+RETENTIONS = {retention.label: retention for retention in Retention} | {
     "in-memory": Retention.IN_MEMORY,
     "24h": Retention.EXTENDED,
 }
@@ -168,10 +168,10 @@ def warmed_for(use: CacheUse, *, is_pinned: bool) -> Retention:
 def read_retention(word: str, param: str) -> Retention:
     """Read in_memory, short, long or extended, or OpenAI's other words. Raises InvalidArgument."""
     try:
-        return _RETENTIONS[word]
+        return RETENTIONS[word]
     except KeyError:
         raise InvalidArgument(
-            f"{param} is {word[:40]!r}; it must be one of {', '.join(_RETENTIONS)}", param=param
+            f"{param} is {word[:40]!r}; it must be one of {', '.join(RETENTIONS)}", param=param
         ) from None
 
 

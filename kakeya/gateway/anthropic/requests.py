@@ -21,21 +21,27 @@ Messages are read by `messages`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.anthropic.messages import read_messages
 from kakeya.gateway.anthropic.reply import MessageReply
-from kakeya.gateway.http.body import flag, integer, number, refuse, shown, text
-from kakeya.gateway.openai.requests import (
-    GENERATION_PARAMS,
+from kakeya.gateway.http.body import flag, refuse, shown, text
+from kakeya.gateway.http.fields import (
+    NoOps,
+    integer_field,
     is_object,
     is_one_of,
-    read_params,
-    read_stops,
-    read_template_args,
+    number_field,
+    opaque,
     refuse_unknown,
+    table,
+)
+from kakeya.gateway.openai.generation_params import GENERATION_PARAMS, MOST_INT, read_stops
+from kakeya.gateway.openai.requests import (
+    read_params,
+    read_template_args,
 )
 from kakeya.gateway.openai.share_params import read_user
 from kakeya.gateway.openai.tools import MAX_TOOLS, check_function, read_tool_choice
@@ -47,17 +53,24 @@ def _is_text(given: object) -> bool:
     return isinstance(given, str)
 
 
-_OF_CHATS = GENERATION_PARAMS - {"stop", "service_tier", "user", "safety_identifier"}
+_OTHER_NAMES = ("stop", "service_tier", "user", "safety_identifier")
+_OF_CHATS = {name: one for name, one in GENERATION_PARAMS.items() if name not in _OTHER_NAMES}
 """Parameters that mean what they mean in OpenAI's chats."""
-_KNOWN = _OF_CHATS | {
-    *("messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking"),
-    *("output_config", "output_format", "metadata", "context_management"),
-    "chat_template_kwargs",
-}
+_TEMPERATURE, _MAX_TOKENS = (
+    number_field("temperature", 0, 1),
+    integer_field("max_tokens", 1, MOST_INT),
+)
+MESSAGE = (
+    _OF_CHATS
+    | table(_TEMPERATURE, _MAX_TOKENS)
+    | opaque("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")
+    | opaque("output_config", "output_format", "metadata", "context_management")
+    | opaque("chat_template_kwargs")
+)
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 _THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NO_OPS: Mapping[str, Callable[[object], bool]] = {
+MESSAGE_NO_OPS: NoOps = {
     "service_tier": is_one_of("auto", "standard_only"),
     "speed": is_one_of("standard"),
     "cache_control": is_object,
@@ -75,8 +88,8 @@ def parse_message(body: Mapping[str, object]) -> MessageReply:
 
 def read_chat(body: Mapping[str, object]) -> ChatRequest:
     """Read a request for a message, or for the count of its tokens. Raises as `parse_message`."""
-    refuse_unknown(body, _KNOWN, _NO_OPS)
-    number(body, "temperature", 0, 1, default=None)
+    refuse_unknown(body, MESSAGE, MESSAGE_NO_OPS)
+    _TEMPERATURE.read(body)
     config = _object(body, "output_config")
     tools, left_out = _tools(body.get("tools"))
     if body.get("context_management") is not None:
@@ -85,7 +98,7 @@ def read_chat(body: Mapping[str, object]) -> ChatRequest:
     chats = {name: value for name, value in body.items() if name in _OF_CHATS}
     return ChatRequest(
         params=replace(
-            read_params(chats, max_tokens=integer(body, "max_tokens", 1, 2**31 - 1, default=None)),
+            read_params(chats, max_tokens=_MAX_TOKENS.read(body)),
             stop=read_stops(body.get("stop_sequences"), "stop_sequences"),
             user=_user(_object(body, "metadata").get("user_id")),
             left_out=left_out,

@@ -7,17 +7,25 @@ from collections.abc import Mapping
 
 from kakeya.gateway.embeddings import Embedded
 from kakeya.gateway.http.body import flag
+from kakeya.gateway.http.fields import NoOps, is_object, opaque, refuse_unknown
 from kakeya.gateway.ollama.requests import check_keep_alive, read_model
-from kakeya.gateway.openai.embeddings import EmbeddingRequest, numbers_of, parse_embedding
+from kakeya.gateway.openai.embeddings import (
+    EMBEDDING,
+    EmbeddingRequest,
+    numbers_of,
+    parse_embedding,
+)
 from kakeya.gateway.openai.reply import compact
-from kakeya.gateway.openai.requests import is_object, refuse_unknown
 
-_FIELDS = frozenset({"model", "input", "truncate", "dimensions", "keep_alive"})
+EMBED = opaque("keep_alive") | {
+    name: EMBEDDING[name] for name in ("model", "input", "truncate", "dimensions")
+}
+EMBED_NO_OPS: NoOps = {"options": is_object}
 
 
 def parse_embed(body: Mapping[str, object]) -> EmbeddingRequest:
     """Read a request. Raises InvalidArgument or Unsupported naming the field."""
-    refuse_unknown(body, _FIELDS, {"options": is_object})
+    refuse_unknown(body, EMBED, EMBED_NO_OPS)
     check_keep_alive(body.get("keep_alive"))
     given = {name: body.get(name) for name in ("input", "dimensions")}
     truncates = body.get("truncate") is None or flag(body, "truncate")

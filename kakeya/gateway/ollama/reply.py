@@ -17,7 +17,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.gateway.answer import GeneratedAnswer, Part, ToolCall
 from kakeya.gateway.http.edge import envelope
 from kakeya.gateway.openai.reply import compact, token_body
-from kakeya.gateway.reply import AnswerHead
+from kakeya.gateway.reply import LINE_STREAM, AnswerHead
 from kakeya.gateway.request import ChatRequest, CompletionRequest
 from kakeya.text.tools.answer import Thought
 
@@ -29,7 +29,7 @@ class _Lines:
     """What chats and prompts have in common."""
 
     id_prefix = "ollama-"
-    content_type = b"application/x-ndjson"
+    content_type = LINE_STREAM
     head: AnswerHead
     _path: ClassVar[str]
 

@@ -16,30 +16,37 @@ its model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, integer, refuse, text
+from kakeya.gateway.http.fields import (
+    NoOps,
+    flag_field,
+    is_one_of,
+    opaque,
+    refuse_unknown,
+    table,
+)
 from kakeya.gateway.ollama.reply import ChatLines, GenerateLines
+from kakeya.gateway.openai.generation_params import MODEL, STREAM, TOP_LOGPROBS, read_stops
 from kakeya.gateway.openai.messages import parse_messages
 from kakeya.gateway.openai.requests import (
-    is_one_of,
-    parse_model,
     read_params,
-    read_stops,
     read_template_args,
-    refuse_unknown,
 )
 from kakeya.gateway.openai.tools import parse_tools
 from kakeya.gateway.request import ChatRequest, CompletionRequest, GenerationParams
-from kakeya.generation.request import MOST_TOP_LOGPROBS
 from kakeya.text.chat import Chat, Message
 
 _LATEST = ":latest"
-_SHARED = frozenset(
-    {"model", "stream", "format", "options", "keep_alive", "think", "logprobs", "top_logprobs"}
+_LOGPROBS = flag_field("logprobs")
+_SHARED = table(MODEL, STREAM, _LOGPROBS, TOP_LOGPROBS) | opaque(
+    "format", "options", "keep_alive", "think"
 )
+OLLAMA_CHAT = _SHARED | opaque("messages", "tools")
+OLLAMA_GENERATE = _SHARED | opaque("prompt", "system", "raw")
 _SAMPLING = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "presence_penalty"}
     | {"frequency_penalty"}
@@ -62,7 +69,7 @@ def _is_empty(given: object) -> bool:
     return given in ("", [])
 
 
-_NO_OPS: Mapping[str, Callable[[object], bool]] = {
+_NO_OPS: NoOps = {
     **dict.fromkeys(_MACHINE, _is_anything),
     "mirostat": is_one_of(0),
     # They have no effect without mirostat, or in every engine but the first.
@@ -70,15 +77,13 @@ _NO_OPS: Mapping[str, Callable[[object], bool]] = {
     "tfs_z": is_one_of(1, 1.0),
     "typical_p": is_one_of(1, 1.0),
 }
-_EMPTY: Mapping[str, Callable[[object], bool]] = dict.fromkeys(
-    ("template", "suffix", "context", "images"), _is_empty
-)
+OLLAMA_NO_OPS: NoOps = dict.fromkeys(("template", "suffix", "context", "images"), _is_empty)
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 
 
 def parse_chat(body: Mapping[str, object]) -> ChatLines:
     """Read a body of /api/chat. Raises InvalidArgument or Unsupported naming the field."""
-    refuse_unknown(body, _SHARED | {"messages", "tools"}, _EMPTY)
+    refuse_unknown(body, OLLAMA_CHAT, OLLAMA_NO_OPS)
     given, tools = body.get("messages"), parse_tools(body.get("tools"))
     params = _params(body)
     if given is None or given == []:
@@ -100,7 +105,7 @@ def parse_chat(body: Mapping[str, object]) -> ChatLines:
 
 def parse_generate(body: Mapping[str, object]) -> GenerateLines:
     """Read a body of /api/generate. Raises as `parse_chat`."""
-    refuse_unknown(body, _SHARED | {"prompt", "system", "raw"}, _EMPTY)
+    refuse_unknown(body, OLLAMA_GENERATE, OLLAMA_NO_OPS)
     prompt = text(body.get("prompt") or "", "prompt")
     system = text(body.get("system") or "", "system")
     schema = _answer_schema(body.get("format"))
@@ -128,7 +133,7 @@ def parse_generate(body: Mapping[str, object]) -> GenerateLines:
 def read_model(body: Mapping[str, object]) -> str:
     """Read the id of a model, without the tag that Ollama puts behind it. Raises
     InvalidArgument."""
-    return parse_model(body.get("model")).removesuffix(_LATEST)
+    return MODEL.read(body).removesuffix(_LATEST)
 
 
 def check_keep_alive(value: object) -> None:
@@ -157,16 +162,16 @@ def _params(body: Mapping[str, object]) -> GenerationParams:
     refuse_unknown(options, known, _NO_OPS, "options.")
     asked = {name: value for name, value in options.items() if name in _SAMPLING}
     predict = integer(options, "num_predict", -2, 2**31 - 1, default=-1)
-    top = integer(body, "top_logprobs", 0, MOST_TOP_LOGPROBS, default=0)
+    top = TOP_LOGPROBS.read(body) or 0
     params = read_params(
         {**asked, "model": read_model(body)},
         max_tokens=predict if predict > 0 else None,
-        top_logprobs=top if flag(body, "logprobs") else None,
+        top_logprobs=top if _LOGPROBS.read(body) else None,
     )
     return replace(
         params,
         stop=read_stops(options.get("stop"), "options.stop"),
-        stream=body.get("stream") is None or flag(body, "stream"),
+        stream=body.get(STREAM.name) is None or STREAM.read(body),
         left_out=tuple(
             f"options.{name} is not applied: {why}"
             for name, why in _NOT_APPLIED.items()

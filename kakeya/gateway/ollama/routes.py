@@ -9,10 +9,18 @@ from starlette.routing import Route
 from kakeya.core.clock import Clock
 from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.generation import Generations
-from kakeya.gateway.ollama.embed import embed_body, parse_embed
+from kakeya.gateway.http.fields import opaque
+from kakeya.gateway.ollama.embed import EMBED, EMBED_NO_OPS, embed_body, parse_embed
 from kakeya.gateway.ollama.models import OllamaModels
-from kakeya.gateway.ollama.requests import parse_chat, parse_generate
+from kakeya.gateway.ollama.requests import (
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OLLAMA_NO_OPS,
+    parse_chat,
+    parse_generate,
+)
 from kakeya.gateway.openai.embeddings import EmbeddingRoute
+from kakeya.gateway.openapi import BodyRoute
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.model import ModelDirectory
 from kakeya.text.text import TextModel
@@ -34,8 +42,8 @@ def ollama_routes(
         Route("/api/version", models.version),
         Route("/api/tags", models.tags),
         Route("/api/ps", models.loaded),
-        Route("/api/show", models.show, methods=["POST"]),
-        Route("/api/chat", chat, methods=["POST"]),
-        Route("/api/generate", generate, methods=["POST"]),
-        Route("/api/embed", embed, methods=["POST"]),
+        BodyRoute("/api/show", models.show, opaque("model", "name"), takes_more=True),
+        BodyRoute("/api/chat", chat, OLLAMA_CHAT, OLLAMA_NO_OPS),
+        BodyRoute("/api/generate", generate, OLLAMA_GENERATE, OLLAMA_NO_OPS),
+        BodyRoute("/api/embed", embed, EMBED, EMBED_NO_OPS),
     ]

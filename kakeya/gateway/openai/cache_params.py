@@ -15,40 +15,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kakeya.gateway.http.body import integer, refuse, text
+from kakeya.gateway.http.body import refuse, text
+from kakeya.gateway.http.fields import (
+    IS_FLAG,
+    IS_TEXT,
+    Field,
+    integer_field,
+    table,
+    text_field,
+    value_field,
+)
 from kakeya.generation.request import MAX_PROMPT_TOKENS
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix
-from kakeya.prefix.seam import CacheUse, read_retention
-
-KEY_PARAMS = frozenset({"conversation_id", "prompt_segments", "prefix_hash", "prompt_cache_key"})
-STABLE_TOKENS = "stable_tokens"
-CACHE_PARAMS = KEY_PARAMS | {"prompt_cache_retention"}
+from kakeya.prefix.seam import RETENTIONS, CacheUse, read_retention
 
 
-def read_cache_use(body: Mapping[str, object]) -> CacheUse:
-    """Read all of them. Raises InvalidArgument naming the parameter."""
-    return CacheUse(
-        keys=read_keys(body),
-        retention=retention(body, "prompt_cache_retention"),
-        stable_tokens=integer(body, STABLE_TOKENS, 0, MAX_PROMPT_TOKENS, default=0),
-    )
+def retention_field(name: str) -> Field[Retention | None]:
+    """For how long a prefix is of use; absent or "" is None."""
+    word = text_field(name)
 
+    def read(body: Mapping[str, object]) -> Retention | None:
+        said = word.read(body)
+        return read_retention(said, name) if said else None
 
-def read_keys(body: Mapping[str, object]) -> CacheKeys:
-    """Read those that are keys."""
-    return CacheKeys(
-        conversation_id=_word(body, "conversation_id"),
-        segment_hash=hash_stable_prefix(_segments(body.get("prompt_segments"))) or "",
-        prefix_hash=_word(body, "prefix_hash"),
-        prompt_cache_key=_word(body, "prompt_cache_key"),
-    )
-
-
-def retention(body: Mapping[str, object], name: str) -> Retention | None:
-    """Read for how long a prefix is of use; absent is None."""
-    word = _word(body, name)
-    return read_retention(word, name) if word else None
+    return Field(name, read, {"enum": ["", *RETENTIONS]})
 
 
 def _segments(value: object) -> list[PromptSegment]:
@@ -68,6 +59,34 @@ def _segments(value: object) -> list[PromptSegment]:
     return segments
 
 
-def _word(body: Mapping[str, object], name: str) -> str:
-    value = body.get(name)
-    return "" if value is None else text(value, name)
+_CONVERSATION, _PREFIX_HASH = text_field("conversation_id"), text_field("prefix_hash")
+_CACHE_KEY = text_field("prompt_cache_key")
+_SEGMENT = {
+    "type": "object",
+    "properties": {"content": IS_TEXT, "stable": IS_FLAG},
+    "required": ["content", "stable"],
+}
+_SEGMENTS = value_field("prompt_segments", _segments, {"type": "array", "items": _SEGMENT})
+_RETENTION = retention_field("prompt_cache_retention")
+STABLE_TOKENS = integer_field("stable_tokens", 0, MAX_PROMPT_TOKENS)
+KEY_PARAMS = table(_CONVERSATION, _SEGMENTS, _PREFIX_HASH, _CACHE_KEY)
+CACHE_PARAMS = KEY_PARAMS | table(_RETENTION)
+
+
+def read_cache_use(body: Mapping[str, object]) -> CacheUse:
+    """Read all of them. Raises InvalidArgument naming the parameter."""
+    return CacheUse(
+        keys=read_keys(body),
+        retention=_RETENTION.read(body),
+        stable_tokens=STABLE_TOKENS.read(body) or 0,
+    )
+
+
+def read_keys(body: Mapping[str, object]) -> CacheKeys:
+    """Read those that are keys."""
+    return CacheKeys(
+        conversation_id=_CONVERSATION.read(body),
+        segment_hash=hash_stable_prefix(_SEGMENTS.read(body)) or "",
+        prefix_hash=_PREFIX_HASH.read(body),
+        prompt_cache_key=_CACHE_KEY.read(body),
+    )

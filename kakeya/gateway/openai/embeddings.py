@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from starlette.types import Receive, Scope, Send
 
@@ -25,17 +25,22 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.embeddings import Embedded, EmbeddingInput, Embeddings
 from kakeya.gateway.generation import client_of
-from kakeya.gateway.http.body import flag, integer, refuse, text
+from kakeya.gateway.http.body import refuse, text
 from kakeya.gateway.http.connection import Connection, read_request
 from kakeya.gateway.http.edge import send_json
+from kakeya.gateway.http.fields import (
+    choice_field,
+    flag_field,
+    integer_field,
+    refuse_unknown,
+    table,
+    value_field,
+)
+from kakeya.gateway.openai.generation_params import MODEL, MOST_INT
 from kakeya.gateway.openai.reply import compact
-from kakeya.gateway.openai.requests import parse_model, refuse_unknown
-from kakeya.gateway.openai.share_params import read_user, share_of
+from kakeya.gateway.openai.share_params import USERS, read_user, share_of
 
 MAX_INPUTS = 2048
-_FIELDS = frozenset(
-    {"model", "input", "encoding_format", "dimensions", "user", "safety_identifier", "truncate"}
-)
 _OFFLOAD_NUMBERS = 16_384
 """More numbers are written in a thread: about 10 ms of work."""
 _WANTED = (
@@ -50,7 +55,7 @@ class EmbeddingRequest:
     model: str
     inputs: tuple[EmbeddingInput, ...]
     is_list: bool
-    form: Literal["float", "base64"] = "float"
+    form: str = "float"
     size: int | None = None
     truncates: bool = False
     user: str = ""
@@ -62,30 +67,15 @@ class EmbeddingRequest:
 
 def parse_embedding(body: Mapping[str, object]) -> EmbeddingRequest:
     """Read a request. Raises InvalidArgument or Unsupported naming the parameter."""
-    refuse_unknown(body, _FIELDS)
-    given = body.get("input")
-    is_list = isinstance(given, list) and bool(given) and type(given[0]) is not int
-    inputs = cast("list[object]", given) if is_list else [given]
-    if len(inputs) > MAX_INPUTS:
-        raise InvalidArgument(
-            f"input holds {len(inputs)} inputs; give at most {MAX_INPUTS} in a request",
-            param="input",
-        )
-    form = body.get("encoding_format")
-    if form is None:
-        form = "float"
-    if form not in ("float", "base64"):
-        refuse("encoding_format", form, '"float" or "base64"')
+    refuse_unknown(body, EMBEDDING, {})
+    is_list, inputs = _INPUT.read(body)
     return EmbeddingRequest(
-        model=parse_model(body.get("model")),
-        inputs=tuple(
-            _input(one, f"input[{index}]" if is_list else "input")
-            for index, one in enumerate(inputs)
-        ),
+        model=MODEL.read(body),
+        inputs=inputs,
         is_list=is_list,
-        form=form,
-        size=integer(body, "dimensions", 1, 2**31 - 1, default=None),
-        truncates=flag(body, "truncate"),
+        form=_FORM.read(body) or "float",
+        size=_SIZE.read(body),
+        truncates=_TRUNCATES.read(body),
         user=read_user(body),
     )
 
@@ -119,6 +109,28 @@ def embedding_body(asked: EmbeddingRequest, made: Embedded) -> bytes:
 
 EmbeddingParser = Callable[[Mapping[str, object]], EmbeddingRequest]
 EmbeddingWriter = Callable[[EmbeddingRequest, Embedded], bytes]
+
+
+def _parse_inputs(given: object) -> tuple[bool, tuple[EmbeddingInput, ...]]:
+    """Whether there is a list of inputs, and all of them."""
+    is_list = isinstance(given, list) and bool(given) and type(given[0]) is not int
+    inputs = cast("list[object]", given) if is_list else [given]
+    if len(inputs) > MAX_INPUTS:
+        raise InvalidArgument(
+            f"input holds {len(inputs)} inputs; give at most {MAX_INPUTS} in a request",
+            param="input",
+        )
+    names = (f"input[{index}]" if is_list else "input" for index in range(len(inputs)))
+    return is_list, tuple(map(_input, inputs, names))
+
+
+_ID = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
+_ONE = [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": _ID}]
+_MANY = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": {"anyOf": _ONE}}
+_INPUT = value_field("input", _parse_inputs, {"anyOf": [*_ONE, _MANY]}, is_required=True)
+_FORM = choice_field("encoding_format", ("float", "base64"))
+_SIZE, _TRUNCATES = integer_field("dimensions", 1, MOST_INT), flag_field("truncate")
+EMBEDDING = table(MODEL, _INPUT, _FORM, _SIZE, _TRUNCATES, *USERS)
 
 
 class EmbeddingRoute:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, refuse, shown, text
+from kakeya.gateway.http.fields import value_field
 from kakeya.text.chat import Message
 
 MAX_MESSAGES = 4096
@@ -159,3 +160,16 @@ def _part(value: object, at: str) -> str:
             f'{at}.type={shown(kind)} is not supported; this model takes "text"', param=at
         )
     return text(value.get(name), f"{at}.{name}")
+
+
+_MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"enum": list(_ROLES)}},
+    "required": ["role"],
+}
+MESSAGES = value_field(
+    "messages",
+    parse_messages,
+    {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE},
+    is_required=True,
+)

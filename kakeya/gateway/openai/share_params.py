@@ -14,11 +14,10 @@ from hashlib import sha256
 from starlette.types import Scope
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.gateway.http.body import integer, refuse, text
+from kakeya.gateway.http.fields import choice_field, integer_field, table, text_field
 from kakeya.generation.caller import ASKABLE
 from kakeya.generation.request import GenerationPriority
 
-SHARE_PARAMS = frozenset({"priority", "service_tier", "user", "safety_identifier"})
 _LONG_NAME = 64
 """Characters: shares are remembered for a while, and names travel with each request."""
 _TIERS = {
@@ -27,16 +26,17 @@ _TIERS = {
     "priority": GenerationPriority.URGENT,
     "flex": GenerationPriority.BATCH,
 }
+_PRIORITY = integer_field("priority", ASKABLE[0], ASKABLE[-1])
+_TIER = choice_field("service_tier", tuple(_TIERS))
+USERS = (text_field("safety_identifier"), text_field("user"))
+SHARE_PARAMS = table(_PRIORITY, _TIER, *USERS)
 
 
 def read_priority(body: Mapping[str, object]) -> GenerationPriority:
     """Read the urgency. Raises InvalidArgument, also where two parameters differ."""
-    number = integer(body, "priority", ASKABLE[0], ASKABLE[-1], default=None)
-    tier = body.get("service_tier")
+    number, tier = _PRIORITY.read(body), _TIER.read(body)
     if tier is None:
         return GenerationPriority.NORMAL if number is None else GenerationPriority(number)
-    if not isinstance(tier, str) or tier not in _TIERS:
-        refuse("service_tier", tier, f"one of {', '.join(_TIERS)}")
     if number is not None and tier != "auto" and number != _TIERS[tier]:
         raise InvalidArgument(
             f"priority {number} and service_tier {tier!r} differ; give one of them",
@@ -47,8 +47,8 @@ def read_priority(body: Mapping[str, object]) -> GenerationPriority:
 
 def read_user(body: Mapping[str, object]) -> str:
     """Read the user that the caller asks for; "" = none. A long name becomes its digest."""
-    for name in ("safety_identifier", "user"):
-        if body.get(name) is not None and (user := text(body[name], name)):
+    for field in USERS:
+        if user := field.read(body):
             return sha256(user.encode()).hexdigest() if len(user) > _LONG_NAME else user
     return ""
 

@@ -10,11 +10,13 @@ from typing import Literal, cast
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, refuse, shown, text
+from kakeya.gateway.http.fields import IS_TEXT, flag_field, opaque, table, value_field
 from kakeya.gateway.request import ToolChoice
 from kakeya.text.chat import Tool
 
 MAX_TOOLS = 1024
-_NAME = re.compile(r"[\w.:/-]{1,128}\Z", re.ASCII)
+_NAME = "^[A-Za-z0-9_.:/-]{1,128}$"
+_FORMATS = ("text", "json_object", "json_schema")
 
 
 def read_tool_choice(body: Mapping[str, object], tools: Sequence[Tool]) -> ToolChoice:
@@ -71,7 +73,7 @@ def read_answer_schema(value: object) -> Mapping[str, object] | None:
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or kind not in ("text", "json_object", "json_schema"):
+    if not isinstance(value, dict) or kind not in _FORMATS:
         refuse("response_format", value, '{"type": "text" | "json_object" | "json_schema", ...}')
     if kind == "text":
         return None
@@ -132,7 +134,34 @@ def _check_tool(tool: object, at: str) -> None:
 def check_function(function: Mapping[str, object], at: str) -> None:
     """Check what a function is called and takes. Raises InvalidArgument."""
     name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.match(name):
+    if not isinstance(name, str) or not re.fullmatch(_NAME, name):
         refuse(f"{at}.name", name, "a name of letters, digits and . _ : / -")
     if parameters is not None and not isinstance(parameters, dict):
         refuse(f"{at}.parameters", parameters, "a JSON Schema object")
+
+
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {**IS_TEXT, "pattern": _NAME},
+        "parameters": {"type": ["object", "null"]},
+    },
+    "required": ["name"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+}
+TOOLS = value_field("tools", parse_tools, {"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL})
+RESPONSE_FORMAT = value_field(
+    "response_format",
+    read_answer_schema,
+    {
+        "type": "object",
+        "properties": {"type": {"enum": list(_FORMATS)}},
+        "required": ["type"],
+    },
+)
+TOOL_PARAMS = table(TOOLS, RESPONSE_FORMAT, flag_field("parallel_tool_calls"))
+TOOL_PARAMS |= opaque("tool_choice")

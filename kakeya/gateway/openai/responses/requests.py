@@ -5,27 +5,36 @@ honoured     model, input, instructions, previous_response_id, store, tools, too
              top_p, stream, and what `read_params` reads in all of OpenAI's dialect
 repeated     metadata, truncation, user and what else OpenAI's response repeats
 without use  include: of what is told here, all is; reasoning.summary: thoughts come whole;
-             client_metadata and others of `_NO_OPS`
+             client_metadata and others of `RESPONSE_NO_OPS`
 refused      everything else: 400, code unsupported_parameter
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.http.body import flag, integer, refuse, shown, text
-from kakeya.gateway.openai.requests import (
-    EFFORTS,
-    GENERATION_PARAMS,
-    TEMPLATE_PARAMS,
+from kakeya.gateway.http.body import flag, refuse, shown, text
+from kakeya.gateway.http.fields import (
+    NoOps,
+    integer_field,
     is_object,
     is_one_of,
+    opaque,
+    refuse_unknown,
+    table,
+)
+from kakeya.gateway.openai.generation_params import (
+    EFFORTS,
+    GENERATION_PARAMS,
+    MOST_INT,
+    TEMPLATE_PARAMS,
+)
+from kakeya.gateway.openai.requests import (
     read_params,
     read_template_args,
-    refuse_unknown,
 )
 from kakeya.gateway.openai.responses.items import parse_items, read_input
 from kakeya.gateway.openai.responses.reply import ResponseReply, ResponseRequest
@@ -34,11 +43,15 @@ from kakeya.gateway.openai.responses.tools import read_choice, read_text_form, r
 from kakeya.gateway.request import ChatRequest
 from kakeya.text.chat import Chat
 
-_OWN_PARAMS = frozenset(
-    {"input", "instructions", "previous_response_id", "store", "include", "metadata", "truncation"}
-    | {"tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "max_output_tokens"}
+_MAX_TOKENS = integer_field("max_output_tokens", 1, MOST_INT)
+RESPONSE = (
+    GENERATION_PARAMS
+    | TEMPLATE_PARAMS
+    | table(_MAX_TOKENS)
+    | opaque("input", "instructions", "previous_response_id", "store", "include", "metadata")
+    | opaque("truncation", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning")
 )
-_NO_OPS: Mapping[str, Callable[[object], bool]] = {
+RESPONSE_NO_OPS: NoOps = {
     "client_metadata": is_object,
     # Of hosted tools, which there are none of.
     "max_tool_calls": lambda given: type(given) is int and given > 0,
@@ -67,7 +80,7 @@ def parse_response(
             "leave it out",
             param="background",
         )
-    refuse_unknown(body, GENERATION_PARAMS | TEMPLATE_PARAMS | _OWN_PARAMS, _NO_OPS)
+    refuse_unknown(body, RESPONSE, RESPONSE_NO_OPS)
     warnings: list[str] = []
     _check_include(body.get("include"))
     previous_id = _word(body, "previous_response_id")
@@ -76,7 +89,7 @@ def parse_response(
     instructions = _word(body, "instructions")
     messages = parse_items(items, instructions=instructions or "", warn=warnings.append)
     tools = read_tools(body.get("tools"), warn=warnings.append)
-    max_tokens = integer(body, "max_output_tokens", 1, 2**31 - 1, default=None)
+    max_tokens = _MAX_TOKENS.read(body)
     if _truncation(body) == "auto":
         warnings.append("truncation is disabled: input that is too long for the model is refused")
     asked = ChatRequest(

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import refuse, shown, text
-from kakeya.gateway.openai.requests import is_one_of, refuse_unknown
+from kakeya.gateway.http.fields import is_one_of, refuse_unknown
 from kakeya.gateway.openai.tools import (
     MAX_TOOLS,
     check_function,
