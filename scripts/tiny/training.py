@@ -62,7 +62,7 @@ def text_batches(stream: np.ndarray, plan: Plan) -> Batches:
 
 def orthogonal(gradient: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrix, roughly, by five quintic Newton-Schulz steps."""
-    x = gradient.bfloat16()
+    x = gradient.bfloat16() if has_bfloat16() else gradient
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (x.norm() + 1e-7)
