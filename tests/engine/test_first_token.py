@@ -120,7 +120,10 @@ def test_in_whatever_way_it_is_asked_again_the_answer_is_that_of_a_fresh_engine(
     for name, sampling in SAMPLINGS.items():
         for count, stops in ((1, ()), (40, ()), (40, (5, 9, 13, 30, 60))):
             job = DecodeJob(
-                token_ids=PROMPT, max_tokens=count, sampling=sampling, stop_token_ids=stops
+                token_ids=PROMPT,
+                max_tokens=count,
+                sampling=sampling,
+                stop_token_ids=frozenset(stops),
             )
             expected, cold = fresh().run(job)
             found, warm = rig.run(replace(job, offer=replace(WANTED, logits=logits)))

@@ -310,9 +310,11 @@ async def test_after_kill_9_a_node_has_its_name_and_a_new_life(tmp_path: Path) -
     assert lives[1]["incarnation"] == lives[0]["incarnation"] + 1
 
 
-async def test_a_copy_of_a_node_refuses_to_serve_and_both_say_why(tmp_path: Path) -> None:
-    """Row 13: a disk was copied; the node that was there first goes on."""
+async def test_a_copy_of_a_node_gives_way_and_both_say_why(tmp_path: Path) -> None:
+    """A disk was copied; the node that was there first goes on."""
     first_folder, copy_folder = tmp_path / "first", tmp_path / "copy"
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        middle = f"127.0.0.1:{reserved.getsockname()[1]}"
     async with NodeProcess(first_folder, *NGRAM_ONLY, *QUICK) as first:
         # Until it has been up for its first rounds and 5 s, it might be the newcomer itself.
         await eventually(
@@ -321,8 +323,16 @@ async def test_a_copy_of_a_node_refuses_to_serve_and_both_say_why(tmp_path: Path
         )
         (copy_folder / "data").mkdir(parents=True)
         shutil.copy(first_folder / "data" / "node.json", copy_folder / "data")
-        flags = ("--peer", first.grpc, *NGRAM_ONLY, *QUICK)
-        async with NodeProcess(copy_folder, *flags) as copy:
+        with pytest.raises(PeerUnavailable, match="serves under this node's id"):
+            async with NodeProcess(copy_folder, "--peer", first.grpc, *NGRAM_ONLY, *QUICK):
+                pass
+        # One that knows no other node at its start hears of the first one by a node in the middle.
+        flags = ("--peer", middle, *NGRAM_ONLY, *QUICK)
+        between = ("--bind", middle, "--peer", first.grpc, *NGRAM_ONLY, *QUICK)
+        async with (
+            NodeProcess(copy_folder, *flags) as copy,
+            NodeProcess(tmp_path / "middle", *between),
+        ):
             assert copy.node_id == first.node_id
             status, said = await eventually("the copy is not ready", lambda: not_ready(copy))
             assert status == 503

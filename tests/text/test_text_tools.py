@@ -170,4 +170,4 @@ async def test_a_grammar_knows_where_the_answer_begins(tmp_path):
     grammar = await closed.grammar(token_ids, chat, shape)
     assert grammar.splitlines()[1] == "start: answer"
     with pytest.raises(InvalidArgument, match="names 'x'"):
-        await closed.grammar(token_ids, chat, AnswerShape(calls="required", tool="x"))
+        await closed.grammar(token_ids, chat, AnswerShape(calls="required", names=("x",)))

@@ -80,6 +80,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "Describe": NOBODY,
         "Decode": NOBODY,
         "Draft": NOBODY,
+        "Embed": NOBODY,
         "Release": NOBODY,
         "Stats": NOBODY,
         "SetLimits": NOBODY,
