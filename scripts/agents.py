@@ -5,6 +5,10 @@ request that `kakeya-tiny-tools` answers by the call of a tool. It passes if it 
 status 0 and the tool's answer stands in a later request of it; aider, which has no tools, if its
 file has the edit. A proxy between program and node keeps the requests. No program sees the
 network: every proxy variable leads to a closed port of this machine.
+
+The prompts of codex and Claude Code are longer than the tiny model can follow. For these the proxy
+asks the node to force the answers: first a call of the shell whose argument can have one value
+only, and a text of one word once the tool has answered.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ VENVS: Mapping[str, Sequence[str]] = {
 BIN, PY = CACHE / "npm" / "node_modules" / ".bin", CACHE / "py" / "bin"
 SHELL_ANSWER = "kakeya-4711"
 """What the model's call of a shell prints. Neither the request nor the call has it in one piece."""
+SHELL_CALL = "printf kakeya-; printf 4711"
 WEATHER_ANSWER = "sunny in Paris"
 LIMIT_S = 900
 CLOSED = "http://127.0.0.1:9"
@@ -89,6 +94,8 @@ class AgentRun:
     files: Mapping[str, str] = field(default_factory=dict)
     edited: str = ""
     """The file in which the answer must stand, for a program without tools."""
+    forced: tuple[str, str] = ("", "")
+    """The tool whose call the proxy forces, and the argument that is given; "" = none is."""
 
 
 def _python(name: str, *words: str) -> Sequence[str]:
@@ -183,24 +190,52 @@ RUNS: Mapping[str, AgentRun] = {
             *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
             "Call the tool § exec_command.",
         ),
+        forced=("exec_command", "cmd"),
     ),
     "claude-code": AgentRun(
         client="claude-code",
         version=(str(BIN / "claude"), "--version"),
         command=(str(BIN / "claude"), "-p", "Call the tool § Bash.", "--allowedTools", "Bash"),
         environ={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
+        forced=("Bash", "command"),
     ),
 }
 
 
+def forced(body: bytes, tool: str, argument: str) -> bytes:
+    """A request of Messages or Responses with the answer that it must have."""
+    request = json.loads(body or b"{}")
+    found = [one for one in request.get("tools") or () if one.get("name") == tool]
+    if not found:
+        return body
+    is_messages = "messages" in request
+    if SHELL_ANSWER in body.decode():
+        form = {"type": "json_schema", "name": "end", "schema": {"const": "Done."}}
+        request |= (
+            {"output_config": {"format": form}} if is_messages else {"text": {"format": form}}
+        )
+        request["tool_choice"] = {"type": "none"} if is_messages else "none"
+    else:
+        schema = {"properties": {argument: {"const": SHELL_CALL}}, "required": [argument]}
+        parameters = {"type": "object", **schema, "additionalProperties": False}
+        found[0]["input_schema" if is_messages else "parameters"] = parameters
+        kind = "tool" if is_messages else "function"
+        request["tool_choice"] = {"type": kind, "name": tool}
+        if not is_messages:
+            request["parallel_tool_calls"] = False
+    return json.dumps(request).encode()
+
+
 class Recorder(ThreadingHTTPServer):
-    """A proxy in front of a node that keeps each request as (method and path, body)."""
+    """A proxy in front of a node that keeps each request as (method and path, body), and forces
+    answers where a run says so."""
 
     daemon_threads = True
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, force: tuple[str, str]) -> None:
         super().__init__(("127.0.0.1", 0), _Passing)
         self.node = node
+        self.force = force
         self.address = f"127.0.0.1:{self.server_address[1]}"
         self.seen: list[tuple[str, str]] = []
         self.answers: list[str] = []
@@ -214,7 +249,10 @@ class _Passing(BaseHTTPRequestHandler):
         length = int(self.headers.get("content-length") or 0)
         body = self.rfile.read(length)
         self.server.seen.append((f"{self.command} {self.path}", body.decode("utf-8", "replace")))
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "connection")}
+        if self.server.force[0] and self.path.startswith(("/v1/responses", "/v1/messages")):
+            body = forced(body, *self.server.force)
+        dropped = ("host", "connection", "content-length")
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in dropped}
         node = http.client.HTTPConnection(self.server.node, timeout=LIMIT_S)
         try:
             node.request(self.command, self.path, body or None, headers)
@@ -291,7 +329,7 @@ def run_agent(name: str, node: str, folder: Path) -> tuple[bool, str]:
     run, home, work = RUNS[name], folder / "home", folder / "work"
     home.mkdir(parents=True)
     work.mkdir()
-    recorder = Recorder(node)
+    recorder = Recorder(node, run.forced)
     for file, text in run.files.items():
         (home / file).write_text(text.replace("@URL@", f"http://{recorder.address}/v1"))
     connect = ["connect", run.client, "--node", recorder.address, "--home", str(home)]
