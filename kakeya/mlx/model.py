@@ -162,7 +162,12 @@ class MlxModel:
                 yield 0.0
         if self._found.speeds.forwards_s and self._found.speeds.pieces_s:
             return
-        probe = SpeedProbe(self._loaded, self._facts.vocab_size, has_room=self._has_room)
+        probe = SpeedProbe(
+            self._loaded,
+            self._facts.vocab_size,
+            known=self._found.speeds,
+            has_room=self._has_room,
+        )
         for pause_s in probe.slices():
             self._learn(probe.speeds)
             yield pause_s

@@ -89,18 +89,19 @@ def believed_sizes(timings: Mapping[int, Sequence[Timing]], *, on_cpu: bool) -> 
 
 
 class SpeedProbe:
-    """Measures one model; `speeds` are those that are believed so far. `has_room` says whether so
-    many more bytes may be taken."""
+    """Measures what is not `known` of one model; `speeds` are those that are believed so far.
+    `has_room` says whether so many more bytes may be taken."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         vocab_size: int,
         *,
+        known: Speeds = Speeds(),  # noqa: B008 - frozen
         has_room: Callable[[int], bool] = lambda _: True,
         clock: Callable[[], Timing] = lambda: Timing(time.perf_counter(), time.process_time()),
     ) -> None:
-        self.speeds = Speeds()
+        self.speeds = known
         self._loaded = loaded
         self._vocab_size = vocab_size
         self._has_room = has_room

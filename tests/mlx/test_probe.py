@@ -202,3 +202,11 @@ def test_findings_of_speed_change_no_bits_of_the_same_load(
         before.prefill_chunk_tokens,
     )
     assert after.kv_exactness == before.kv_exactness
+
+
+def test_what_is_known_is_kept_while_the_rest_cannot_be_believed(model):
+    known = Speeds(forwards_s={1: 0.5})
+    probe = SpeedProbe(model, 96, known=known, clock=VirtualClock(0.01, share=0.5))
+    for _ in probe.slices():
+        assert probe.speeds.forwards_s == {1: 0.5}
+    assert probe.speeds.pieces_s == {}
