@@ -36,6 +36,7 @@ from kakeya.gateway.prompts import (
     WrittenPrompt,
     facts_ahead,
     frame_s,
+    prompt_ids,
     prompts_of,
     room_of,
     sampling_of,
@@ -161,8 +162,8 @@ class Generations:
         facts = facts or await model.ready(self.limits.ready_s)
         text = await self._texts.get(facts.model_path)
         asked = self.settled(asked, "", scope)
-        written = [await write_prompt(asked, prompt, text, facts) for prompt in prompts_of(asked)]
-        return sum(len(one.token_ids) for one in written)
+        written = [await prompt_ids(asked, prompt, text, facts) for prompt in prompts_of(asked)]
+        return sum(map(len, written))
 
     @contextmanager
     def admitted(self, share: str, user: str = "") -> Iterator[None]:
@@ -218,8 +219,9 @@ class Generations:
         for prompt in prompts_of(asked):
             written = await write_prompt(asked, prompt, text, facts)
             prompt_tokens += len(written.token_ids)
-            for _ in range(asked.params.rows):
-                request = self._decode_request(asked, written, text, claim, scope, len(jobs))
+            for row in range(asked.params.rows):
+                kv_key = "" if jobs else self._precache.kv_key(claim)
+                request = self._decode_request(asked, written, text, claim, scope, row, kv_key)
                 jobs.append(
                     HttpGeneration(
                         model=model,
@@ -251,9 +253,12 @@ class Generations:
             return
         text = await self._texts.get(known.model_path)
         for prompt in prompts_of(asked):
-            if isinstance(prompt, str):
-                written = await write_prompt(asked, prompt, text, known)
-                check_prompt(len(written.token_ids), known)
+            # The files do not tell which ids a model has: its table may be wider.
+            is_written = isinstance(prompt, str)
+            ids = await prompt_ids(asked, prompt, text, known) if is_written else prompt
+            check_prompt(len(ids), known)
+            if isinstance(asked, ChatRequest):
+                await text.grammar(ids, asked.chat, asked.shape)
 
     def _decode_request(
         self,
@@ -263,7 +268,10 @@ class Generations:
         claim: PrefixClaim,
         scope: Scope,
         row: int,
+        kv_key: str,
     ) -> DecodeRequest:
+        """The request for one of the answers to a prompt, `row` counted from 0. One generation
+        continues KV that has a name; the other answers of a request share it by content."""
         params, facts = asked.params, claim.facts
         sampling = sampling_of(params.sampling, text.sampling, facts, self._rng.getrandbits(64))
         stops = text.stops(params.stop)
@@ -276,9 +284,7 @@ class Generations:
             sampling=replace(sampling, seed=(sampling.seed + row) % 2**64),
             draft_sources=self._router.sources(facts, params.draft_policy),
             deadline_s=params.deadline_s,
-            # One generation continues KV that has a name; the other answers of a request share its
-            # prompt by content.
-            kv_key="" if row else self._precache.kv_key(claim),
+            kv_key=kv_key,
             client=share_of(claim.client, scope),
             user=params.user,
             priority=params.priority,
@@ -416,7 +422,7 @@ class Generations:
 
 
 def client_of(scope: Scope) -> str:
-    """The name that a caller gives, "" = none; HTTP has no certificates here to prove it."""
+    """The name of a caller: that of its API key, else one that it gives itself; "" = none."""
     return Headers(scope=scope).get(CLIENT_NAME, "")
 
 

@@ -52,15 +52,23 @@ def _stated_context(folder: Path) -> int:
     return stated_context([*([nested] if isinstance(nested, dict) else []), config])
 
 
+async def prompt_ids(
+    asked: Request, prompt: str | tuple[int, ...], text: TextModel, facts: ModelFacts
+) -> tuple[int, ...]:
+    """The prompt in ids. Raises as `chat_ids` and `raw_ids`."""
+    if isinstance(asked, ChatRequest):
+        return await chat_ids(asked.chat, text, facts)
+    return await raw_ids(prompt, text, facts)
+
+
 async def write_prompt(
     asked: Request, prompt: str | tuple[int, ...], text: TextModel, facts: ModelFacts
 ) -> WrittenPrompt:
-    """The prompt in ids; of a conversation with the places where others are likely to part."""
+    """The prompt in ids, with the places where others are likely to part from it."""
+    token_ids = await prompt_ids(asked, prompt, text, facts)
     if not isinstance(asked, ChatRequest):
-        raw = await raw_ids(prompt, text, facts)
-        stable = () if isinstance(prompt, str) else asked.params.cache.cuts(len(raw))
-        return WrittenPrompt(token_ids=raw, cuts=stable)
-    token_ids = await chat_ids(asked.chat, text, facts)
+        stable = () if isinstance(prompt, str) else asked.params.cache.cuts(len(token_ids))
+        return WrittenPrompt(token_ids=token_ids, cuts=stable)
     cuts = await text.cuts_of(token_ids, asked.chat, at_most=most_prompt_tokens(facts))
     grammar = await text.grammar(token_ids, asked.chat, asked.shape)
     return WrittenPrompt(token_ids=token_ids, cuts=cuts, grammar=grammar or "")

@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 
 from kakeya.core.errors import PeerUnavailable
 from kakeya.gateway.http.connection import HttpLimits
+from kakeya.generation.facts import ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -94,6 +95,8 @@ async def test_a_list_of_prompts_gives_an_answer_to_each_in_order(folder):
     lengths = [len(request.token_ids) for request in model.requests]
     assert answer.usage.prompt_tokens == lengths[0] + lengths[2]
     assert lengths[0] == lengths[1]
+    seeds = [request.sampling.seed for request in model.requests]
+    assert seeds == [1, 2, 1, 2], "an answer does not depend on the prompts beside its own"
 
 
 async def test_the_failure_of_one_answer_ends_all_of_them(folder):
@@ -174,6 +177,16 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(folder
     assert caught.value.param == "response_format.json_schema.schema"
     assert '"if"' in caught.value.message
     assert model.requests == []
+
+
+async def test_a_schema_is_refused_before_its_model_loads(folder):
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    form = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"not": {}}}}
+    async with serving(ToyModel(folder, state=ModelState.UNLOADED)) as served:
+        with pytest.raises(openai.BadRequestError):
+            await served.openai.chat.completions.create(
+                model="toy", messages=HI, response_format=form
+            )
 
 
 async def test_tools_that_a_template_does_not_show_are_refused_where_the_owner_says_so(folder):
