@@ -260,9 +260,8 @@ class Gateway:
     async def greet(self, request: Request) -> Response:
         """GET /."""
         return PlainTextResponse(
-            f"Kakeya {kakeya.__version__}: language models, by the APIs of OpenAI, Anthropic, Ollama.\n"
-            "All paths: /openapi.json. Models: /v1/models. Is it ready: /readyz. Status: "
-            "/api/v1/status.\n"
+            f"Kakeya {kakeya.__version__}: language models for agents. All paths: /openapi.json.\n"
+            "Models: /v1/models. Is it ready: /readyz. Of the fleet: /api/v1/status.\n"
         )
 
     async def health(self, request: Request) -> Response:

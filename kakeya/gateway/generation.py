@@ -253,9 +253,11 @@ class Generations:
             return
         text = await self._texts.get(known.model_path)
         for prompt in prompts_of(asked):
-            # The files do not tell which ids a model has: its table may be wider.
-            is_written = isinstance(prompt, str)
-            ids = await prompt_ids(asked, prompt, text, known) if is_written else prompt
+            # Ids only by their number: a model may have more of them than its tokenizer.
+            if isinstance(prompt, str):
+                ids = await prompt_ids(asked, prompt, text, known)
+            else:
+                ids = prompt
             check_prompt(len(ids), known)
             if isinstance(asked, ChatRequest):
                 await text.grammar(ids, asked.chat, asked.shape)
