@@ -119,7 +119,7 @@ class GeneratedAnswer:
         """Take the next frame; returns the parts that it adds, none of them empty."""
         match frame:
             case Tokens():
-                return self._add(frame)
+                return self._add_told(frame) if frame.logprobs else self._add(frame.token_ids)
             case Progress():
                 self.cached_tokens = frame.cached_tokens
                 return ()
@@ -133,11 +133,19 @@ class GeneratedAnswer:
         taken, self._logprobs = self._logprobs, []
         return taken
 
-    def _add(self, frame: Tokens) -> Sequence[Part]:
-        token_ids = frame.token_ids
-        for token_id, found in zip(token_ids, frame.logprobs, strict=False):
-            if token_id not in self._stop_token_ids:
-                self._logprobs.append(self._shown(token_id, found))
+    def _add_told(self, frame: Tokens) -> Sequence[Part]:
+        """Add tokens that come with their logprobs, of which those of the answer are kept."""
+        before = self.completion_tokens
+        parts = self._add(frame.token_ids)
+        taken = frame.token_ids[: self.completion_tokens - before]
+        self._logprobs += [
+            self._shown(token_id, found)
+            for token_id, found in zip(taken, frame.logprobs, strict=False)
+            if token_id not in self._stop_token_ids
+        ]
+        return parts
+
+    def _add(self, token_ids: tuple[int, ...]) -> Sequence[Part]:
         if self._stops is None and self._reader is None:
             self.completion_tokens += len(token_ids)
             is_stopped = token_ids[-1] in self._stop_token_ids
@@ -155,11 +163,11 @@ class GeneratedAnswer:
             text = self._detokenizer.feed((token_id,)) if is_shown else ""
             if self._stops is not None:
                 text = self._stops.feed(text + self._stops.sign(token_id))
-                if self._stops.is_stopped:
-                    self.finish_reason = "stop"
             parts += self._read(text, 1)
-            if self.finish_reason is not None:
+            is_stopped = self._stops is not None and self._stops.is_stopped
+            if is_stopped or self.finish_reason is not None:
                 parts += self._read_rest()
+                self.finish_reason = "tool_calls" if self.calls else "stop"
                 break
         return parts
 

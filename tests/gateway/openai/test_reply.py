@@ -167,6 +167,19 @@ def test_each_token_comes_with_its_logprob_once():
     assert last["choices"][0]["logprobs"] is None
 
 
+def test_tokens_behind_a_stop_string_have_no_logprobs():
+    made = answer(bytes_of=text_model().bytes_of, stops=["wor"])
+    token_ids = ids_of("hello world, and so on")
+    found = tuple(TokenLogprob(logprob=-0.5) for _ in token_ids)
+    made.take(Tokens(token_ids=token_ids, logprobs=found))
+    assert len(made.take_logprobs()) == made.completion_tokens < len(token_ids)
+
+
+def test_a_stop_string_behind_a_call_leaves_the_call_to_its_client():
+    made, _ = read("!ab", stops=["b"])
+    assert (made.finish_reason, len(made.calls)) == ("tool_calls", 1)
+
+
 def test_several_answers_share_one_account():
     reply = chat(n=2, stream=True)
     assert [one["choices"][0]["index"] for one in events(reply.opening())] == [0, 1]
