@@ -34,7 +34,8 @@ def moved_of(scope: Scope) -> tuple[str, ...]:
 
 def note_left_out(scope: Scope, sentences: Sequence[str]) -> None:
     """Note what an answer will not have."""
-    scope[_LEFT_OUT] = "; ".join(sentences).encode("ascii", "backslashreplace").decode()
+    # Sentences quote requests: no character of theirs may end the header.
+    scope[_LEFT_OUT] = "; ".join(sentences).encode("unicode_escape").decode()
 
 
 def note_ignored(scope: Scope, names: Iterable[str]) -> None:

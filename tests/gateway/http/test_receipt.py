@@ -81,3 +81,14 @@ async def test_no_name_breaks_the_header(folder):
     )
     assert "x-evil" not in reply.headers
     assert len(bounded.headers[IGNORED]) == 2000
+
+
+async def test_what_a_warning_quotes_ends_no_header(folder):
+    search = {"type": "web_search\r\nx-evil: 1"}
+    async with serving(ToyModel(folder)) as served:
+        reply = await served.http.post(
+            "/v1/responses", json=ROUTES["/v1/responses"] | {"tools": [search]}
+        )
+    assert reply.status_code == 200
+    assert "x-evil" not in reply.headers
+    assert reply.headers["x-kakeya-warning"].endswith("(web_search\\r\\nx-evil: 1)")
