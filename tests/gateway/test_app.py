@@ -489,3 +489,39 @@ async def test_a_prompt_that_is_too_long_is_refused_before_its_model_loads(folde
             )
         assert caught.value.code == "context_length_exceeded"
         assert "holds 64 tokens" in caught.value.message
+
+
+IF_SCHEMA = {"type": "object", "if": {"required": ["a"]}}
+SCHEMA_PLACES = {
+    "response_format.json_schema.schema": (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": IF_SCHEMA}}},
+    ),
+    "text.format.schema": (
+        "/v1/responses",
+        {"text": {"format": {"type": "json_schema", "name": "p", "schema": IF_SCHEMA}}},
+    ),
+    "output_config.format.schema": (
+        "/v1/messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": IF_SCHEMA}}},
+    ),
+    "output_format.schema": (
+        "/v1/messages",
+        {"output_format": {"type": "json_schema", "schema": IF_SCHEMA}},
+    ),
+    "format": ("/api/chat", {"format": IF_SCHEMA}),
+}
+
+
+@pytest.mark.parametrize("place", SCHEMA_PLACES)
+async def test_a_schema_that_cannot_be_kept_is_named_by_its_place_in_the_request(folder, place):
+    path, asked = SCHEMA_PLACES[place]
+    hi = [{"role": "user", "content": "hi"}]
+    turns = {"input": hi} if path == "/v1/responses" else {"messages": hi}
+    budget = {"max_tokens": 4} if path == "/v1/messages" else {}
+    async with serving(ToyModel(folder)) as served:
+        reply = await served.http.post(path, json={"model": "toy", **turns, **budget, **asked})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    said = error if isinstance(error, str) else error["message"]
+    assert said.startswith(f"{place} ")

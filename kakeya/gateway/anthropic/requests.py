@@ -95,6 +95,7 @@ def read_chat(body: Mapping[str, object]) -> ChatRequest:
     if body.get("context_management") is not None:
         left_out = (*left_out, "context_management is not applied: the whole prompt is read")
     messages, continues_last = read_messages(body)
+    schema, schema_at = _answer_schema(body, config)
     chats = {name: value for name, value in body.items() if name in _OF_CHATS}
     return ChatRequest(
         params=replace(
@@ -110,7 +111,8 @@ def read_chat(body: Mapping[str, object]) -> ChatRequest:
             continues_last=continues_last,
         ),
         tool_choice=_tool_choice(body.get("tool_choice"), tools),
-        answer_schema=_answer_schema(body, config),
+        answer_schema=schema,
+        answer_schema_at=schema_at,
     )
 
 
@@ -145,17 +147,19 @@ def _template_args(
 
 def _answer_schema(
     body: Mapping[str, object], config: Mapping[str, object]
-) -> Mapping[str, object] | None:
-    at = "output_format" if config.get("format") is None else "output_config.format"
-    value = body.get("output_format") if config.get("format") is None else config["format"]
+) -> tuple[Mapping[str, object] | None, str]:
+    """The schema, and its place in the request."""
+    at, value = "output_config.format", config.get("format")
     if value is None:
-        return None
+        at, value = "output_format", body.get("output_format")
+    if value is None:
+        return None, ""
     if not isinstance(value, dict) or value.get("type") != "json_schema":
         refuse(at, value, '{"type": "json_schema", "schema": {...}}')
     schema = value.get("schema")
     if not isinstance(schema, dict):
         refuse(f"{at}.schema", schema, "a JSON Schema object")
-    return schema
+    return schema, f"{at}.schema"
 
 
 def _tools(value: object) -> tuple[tuple[Tool, ...], tuple[str, ...]]:

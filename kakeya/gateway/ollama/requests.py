@@ -99,6 +99,7 @@ def parse_chat(body: Mapping[str, object]) -> ChatLines:
                 continues_last=continues_last,
             ),
             answer_schema=_answer_schema(body.get("format")),
+            answer_schema_at="format",
         )
     )
 
@@ -126,6 +127,7 @@ def parse_generate(body: Mapping[str, object]) -> GenerateLines:
                 kwargs=_template_args(body.get("think")),
             ),
             answer_schema=schema,
+            answer_schema_at="format",
         )
     )
 

@@ -97,9 +97,9 @@ def parse_response(
         chat=Chat(messages=messages, tools=tools.tools, kwargs=_template_args(body)),
         tool_choice=read_choice(body, tools),
         answer_schema=read_text_form(body.get("text")),
+        answer_schema_at="text.format.schema",
     )
-    is_kept = store.is_on and (body.get("store") is None or flag(body, "store"))
-    flag(body, "store")
+    is_kept = (body.get("store") is None or flag(body, "store")) and store.is_on
     echo = {
         "background": False,
         "instructions": instructions,
