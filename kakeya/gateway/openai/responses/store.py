@@ -69,13 +69,15 @@ class ResponseStore:
         return self._most_bytes > 0
 
     def keep(self, body: Mapping[str, object], items: Sequence[object], client: str) -> None:
-        """Keep a response, and the items that it answers."""
+        """Keep a response, and the items that it answers; one that is too large alone is not."""
         output = body["output"]
         assert isinstance(output, list)
         made = _Kept(compact(body), compact([*items, *output]), client, self._mono() + KEEP_S)
+        if made.size_bytes > self._most_bytes:
+            return
         self._kept[str(body["id"])] = made
         self.size_bytes += made.size_bytes
-        while self._kept and self._is_over():
+        while self._is_over():
             self.size_bytes -= self._kept.popitem(last=False)[1].size_bytes
 
     def items(self, response_id: str, client: str) -> list[object]:

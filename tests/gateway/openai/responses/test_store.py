@@ -53,10 +53,18 @@ def test_the_newest_responses_that_fit_are_kept(most_bytes, most_responses, dele
     expected: list[int] = []
     for name, is_deleted in enumerate(deletions, 10):
         store.keep(response(name), [ITEM], "me")
-        expected = [*expected, name][-min(most_responses, most_bytes // alone.size_bytes) :]
-        if most_bytes < alone.size_bytes:
-            expected = []
+        if fitting := min(most_responses, most_bytes // alone.size_bytes):
+            expected = [*expected, name][-fitting:]
         if is_deleted and expected:
             store.delete(f"resp_{expected.pop(0)}", "me")
     assert kept(store, 40) == expected
     assert store.size_bytes == len(expected) * alone.size_bytes
+
+
+def test_a_response_that_is_too_large_takes_no_others_place():
+    store = ResponseStore(most_bytes=1000, mono=lambda: 0.0)
+    store.keep(response(1), [ITEM], "me")
+    size_bytes = store.size_bytes
+    store.keep(response(2), [ITEM | {"content": "x" * 1000}], "me")
+    assert kept(store, 3) == [1]
+    assert store.size_bytes == size_bytes
