@@ -86,15 +86,9 @@ class MessageReply:
         return comment(waits_for) + _event({"type": "ping"})
 
     def whole(self, answers: Sequence[GeneratedAnswer]) -> Mapping[str, object]:
-        """The body: thoughts, text, calls."""
+        """The body: the blocks of a stream, in their order."""
         (answer,) = answers
-        blocks: list[dict[str, object]] = []
-        if answer.thoughts:
-            thought = {"thinking": answer.thoughts, "signature": SIGNATURE}
-            blocks.append({"type": "thinking", **thought})
-        if answer.text:
-            blocks.append({"type": "text", "text": answer.text})
-        blocks += [_use(call) | {"input": json.loads(call.arguments)} for call in answer.calls]
+        blocks = [_block(part) for part in answer.parts]
         return self._message(answer) | {"content": blocks, **_ending(answer)}
 
     def _message(self, answer: GeneratedAnswer) -> dict[str, object]:
@@ -150,6 +144,16 @@ class MessageReply:
 
 def _event(value: Mapping[str, object]) -> bytes:
     return b"event: " + str(value["type"]).encode() + b"\ndata: " + compact(value) + b"\n\n"
+
+
+def _block(part: Part) -> dict[str, object]:
+    match part:
+        case Said():
+            return {"type": "text", "text": part.text}
+        case Thought():
+            return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
+        case ToolCall():
+            return _use(part) | {"input": json.loads(part.arguments)}
 
 
 def _use(call: ToolCall) -> dict[str, object]:
