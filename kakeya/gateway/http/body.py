@@ -61,7 +61,7 @@ def parse_json(body: bytes) -> dict[str, object]:
         raise InvalidArgument(f"the body is not valid JSON: {fault}") from fault
     if not isinstance(parsed, dict):
         raise InvalidArgument(f"the body must be a JSON object, not {_kind(parsed)}")
-    if _is_deeper(parsed, MAX_DEPTH):
+    if is_deeper(parsed, MAX_DEPTH):
         raise InvalidArgument(f"{_TOO_DEEP}: at most {MAX_DEPTH} levels")
     return parsed
 
@@ -131,7 +131,7 @@ def refuse(name: str, value: object, wanted: str) -> NoReturn:
     raise InvalidArgument(f"{name} {given}; it must be {wanted}", param=name)
 
 
-def _is_deeper(value: object, levels: int) -> bool:
+def is_deeper(value: object, levels: int = MAX_DEPTH) -> bool:
     """Whether lists and objects lie in each other more than `levels` deep."""
     level = [value]
     for _ in range(levels):

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.http.body import flag, refuse, shown, text
+from kakeya.gateway.http.body import flag, is_deeper, refuse, shown, text
 from kakeya.gateway.http.fields import value_field
 from kakeya.text.chat import Message
 
@@ -57,11 +57,13 @@ def parse_messages(value: object) -> tuple[tuple[Message, ...], bool]:
     check_size("messages", messages=len(value), parts=parts)
     messages = tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(value))
     for index, entry in enumerate(value):
-        is_last_answer = index == len(value) - 1 and messages[index]["role"] == "assistant"
-        if flag(entry, "prefix", f"messages[{index}].") and not is_last_answer:
+        message = messages[index]
+        is_text = message["role"] == "assistant" and "tool_calls" not in message
+        is_last = index == len(value) - 1
+        if flag(entry, "prefix", f"messages[{index}].") and not (is_last and is_text):
             raise InvalidArgument(
                 f"messages[{index}].prefix is true; only the last message can be continued, and "
-                "only the assistant's",
+                "only a text of the assistant's, without calls",
                 param=f"messages[{index}].prefix",
             )
     return messages, bool(value[-1].get("prefix"))
@@ -111,13 +113,14 @@ def _past(value: Mapping[str, object], at: str) -> dict[str, object]:
 
 
 def call_of(call_id: str, name: str, arguments: object) -> dict[str, object]:
-    """A call as templates take it: with arguments as an object where they are one."""
+    """A call as templates take it: with arguments as an object where they are one, and are no
+    deeper than a body may be."""
     if isinstance(arguments, str):
         try:
             read = json.loads(arguments)
         except (ValueError, RecursionError):
             read = None
-        arguments = read if isinstance(read, dict) else arguments
+        arguments = read if isinstance(read, dict) and not is_deeper(read) else arguments
     function = {"name": name, "arguments": {} if arguments is None else arguments}
     return {"id": call_id, "type": "function", "function": function}
 

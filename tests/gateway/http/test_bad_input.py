@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.figures import HttpMetrics
-from kakeya.gateway.http.body import OFFLOAD_BYTES, parse_body
+from kakeya.gateway.http.body import MAX_DEPTH, OFFLOAD_BYTES, parse_body
 from kakeya.gateway.http.callers import CallerCheck, Forbidden
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge
@@ -111,6 +111,10 @@ CHAT_ROWS = [
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
     ({"messages": [{"role": "user", "content": "a", "prefix": True}]}, "messages[0].prefix"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [FUNCTION], "prefix": True}]},
+        "messages[0].prefix",
+    ),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": [FUNCTION], "tool_choice": NAMED}, "tool_choice"),
@@ -320,6 +324,14 @@ def test_arguments_of_a_call_are_an_object_for_the_template_where_they_are_one()
     past = parse_messages(asked)[0][1]
     read = [one["function"]["arguments"] for one in past["tool_calls"]]  # type: ignore[attr-defined]
     assert read == [{"a": 1}, "{a"]
+
+
+def test_arguments_that_are_too_deep_for_an_object_stay_text() -> None:
+    for levels in range(MAX_DEPTH - 2, 1100):
+        deep = '{"a":' + "[" * levels + "]" * levels + "}"
+        asked = [ASKED, {"role": "assistant", "tool_calls": [call(arguments=deep)]}]
+        (past,) = parse_messages(asked)[0][1]["tool_calls"]  # type: ignore[misc]
+        assert isinstance(past["function"]["arguments"], str) == (levels >= MAX_DEPTH)
 
 
 @given(st.text(alphabet=st.characters(categories=["Cs", "L", "Nd"]), max_size=20))
