@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -65,6 +66,7 @@ from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, 
 from kakeya.gateway.openai.responses.store import ResponseStore, StoredResponses
 from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
+from kakeya.gateway.reply import Reply
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.model import (
@@ -124,23 +126,26 @@ def build_app(
         rng=rng,
         precache=precache,
     )
-    embeddings = Embeddings(directory, texts, metrics, limits)
     gateway = Gateway(
         directory,
         generations,
-        PrecacheRoute(generations, precache, texts),
         status=status,
         proposers=proposers,
         unready=unready,
         metrics=metrics,
-        store=ResponseStore(most_bytes=store_bytes, mono=clock.mono),
         created_at=int(clock.wall()),
-        embedding=EmbeddingRoute(embeddings, clock),
-        ollama=ollama_routes(directory, generations, embeddings, clock, _abilities),
-        explain=ExplainRoute(generations.recent, texts),
     )
+    embeddings = Embeddings(directory, texts, metrics, limits)
+    routes = [
+        *_dialects(generations, ResponseStore(most_bytes=store_bytes, mono=clock.mono)),
+        BodyRoute("/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING),
+        *ollama_routes(directory, generations, embeddings, clock, _abilities),
+        BodyRoute("/v1/precache", PrecacheRoute(generations, precache, texts), PRECACHE),
+        Route("/api/v1/requests/{request_id}", ExplainRoute(generations.recent, texts).answer),
+        *gateway.routes(),
+    ]
     app = Starlette(
-        routes=gateway.routes(),
+        routes=[*routes, document_route(routes, takes_more=limits.unknown == "warn")],
         middleware=[
             Middleware(
                 Edge,
@@ -160,6 +165,28 @@ def build_app(
     return app
 
 
+def _dialects(generations: Generations, store: ResponseStore) -> list[Route]:
+    """The routes of generations, but those of Ollama."""
+
+    def parse_stored(body: Mapping[str, object], headers: Headers) -> Reply:
+        return parse_response(body, store, headers.get(CLIENT_NAME, ""))
+
+    chat = GenerationRoute(lambda body, _: parse_chat(body), generations)
+    completion = GenerationRoute(lambda body, _: parse_completion(body), generations)
+    response = GenerationRoute(parse_stored, generations)
+    message = GenerationRoute(lambda body, _: parse_message(body), generations)
+    stored = StoredResponses(store)
+    return [
+        BodyRoute("/v1/chat/completions", chat, CHAT, CHAT_NO_OPS),
+        BodyRoute("/v1/completions", completion, COMPLETION, CHAT_NO_OPS),
+        BodyRoute("/v1/responses", response, RESPONSE, RESPONSE_NO_OPS),
+        Route("/v1/responses/{response_id}", stored.show),
+        Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
+        BodyRoute("/v1/messages", message, MESSAGE, MESSAGE_NO_OPS),
+        BodyRoute("/v1/messages/count_tokens", CountRoute(generations), MESSAGE, MESSAGE_NO_OPS),
+    ]
+
+
 class Gateway:
     """The endpoints that answer at once."""
 
@@ -167,54 +194,24 @@ class Gateway:
         self,
         directory: ModelDirectory,
         generations: Generations,
-        precache: PrecacheRoute,
         *,
         status: Callable[[], Mapping[str, object]],
         proposers: Callable[[], Sequence[DraftModelState]],
         unready: Callable[[], str],
         metrics: HttpMetrics,
-        store: ResponseStore,
         created_at: int,
-        embedding: EmbeddingRoute,
-        ollama: Sequence[Route],
-        explain: ExplainRoute,
     ) -> None:
-        self._explain = explain
-        self._embedding = embedding
-        self._ollama = ollama
         self._directory = directory
         self._generations = generations
-        self._precache = precache
         self._status = status
         self._proposers = proposers
         self._unready = unready
         self._metrics = metrics
-        self._store = store
         self._created_at = created_at
 
     def routes(self) -> list[Route]:
         """The served paths."""
-        generations = self._generations
-        chat = GenerationRoute(lambda body, _: parse_chat(body), generations)
-        completion = GenerationRoute(lambda body, _: parse_completion(body), generations)
-        response = GenerationRoute(
-            lambda body, headers: parse_response(body, self._store, headers.get(CLIENT_NAME, "")),
-            generations,
-        )
-        message = GenerationRoute(lambda body, _: parse_message(body), generations)
-        count = CountRoute(generations)
-        stored = StoredResponses(self._store)
-        served = [
-            BodyRoute("/v1/chat/completions", chat, CHAT, CHAT_NO_OPS),
-            BodyRoute("/v1/completions", completion, COMPLETION, CHAT_NO_OPS),
-            BodyRoute("/v1/embeddings", self._embedding, EMBEDDING),
-            BodyRoute("/v1/responses", response, RESPONSE, RESPONSE_NO_OPS),
-            Route("/v1/responses/{response_id}", stored.show),
-            Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
-            BodyRoute("/v1/messages", message, MESSAGE, MESSAGE_NO_OPS),
-            BodyRoute("/v1/messages/count_tokens", count, MESSAGE, MESSAGE_NO_OPS),
-            *self._ollama,
-            BodyRoute("/v1/precache", self._precache, PRECACHE),
+        return [
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model_id:path}", self.describe_model),
             Route("/", self.greet),
@@ -224,10 +221,7 @@ class Gateway:
             Route("/metrics", self.metrics),
             Route("/api/v1/status", self.node_status),
             Route("/api/v1/fleet", self.fleet),
-            Route("/api/v1/requests/{request_id}", self._explain.answer),
         ]
-        takes_more = generations.limits.unknown == "warn"
-        return [*served, document_route(served, takes_more=takes_more)]
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""
