@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 Message = Mapping[str, object]
@@ -37,3 +37,22 @@ class Chat:
         rest, *others = messages
         whole = {**last, **rest, "content": f"{last['content']}{rest['content']}"}
         return replace(self, messages=(*before, whole, *others), continues_last=False)
+
+
+def in_turns(messages: Iterable[Message]) -> list[Message]:
+    """The messages of a conversation as strict templates take them: the system's in front alone,
+    and neighbours of the system's or of the user's as one, parted by an empty line. A later message
+    of the system's is the user's, in <system-reminder>."""
+    turns: list[Message] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        if message["role"] == "system" and last is not None and last["role"] != "system":
+            said = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+            message = {"role": "user", "content": said}
+        role = message["role"]
+        if last is not None and role == last["role"] and role in ("system", "user"):
+            both = (str(one["content"]) for one in (last, message))
+            turns[-1] = {**last, "content": "\n\n".join(filter(None, both))}
+        else:
+            turns.append(message)
+    return turns

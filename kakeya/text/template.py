@@ -5,7 +5,8 @@ raise_exception, strftime_now, loop controls, the generation tag, the special to
 
 Some templates take the content of a message as a text, others as a list of parts, and either kind
 drops the other without a word. `ChatTemplate` finds out, by a conversation of its own, in which
-form each role's content is shown.
+form each role's content is shown. So too whether it shows messages in any order: a template that
+does not gets them in turns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from enum import StrEnum
 import jinja2
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.text.chat import Chat, Message
+from kakeya.text.chat import Chat, Message, in_turns
 from kakeya.text.origin import Traced, TracingEnvironment
 from kakeya.text.tools.calls import functions_of
 from kakeya.text.tools.plain import with_tools, without_calls
@@ -97,6 +98,7 @@ class ChatTemplate:
         """Whether a model sees tools as the template writes them; the trials below ask for that."""
         self._forms = self._find_forms()
         self._shows_calls = self._is_showing_calls()
+        self._takes_any_order = self._is_taking_any_order()
         self.shows_tools = any(map(self._is_showing_tools, TRIALS))
 
     def render(self, chat: Chat) -> Traced:
@@ -110,6 +112,8 @@ class ChatTemplate:
         """
         self._check(chat)
         messages = list(chat.messages if self._shows_calls else without_calls(chat.messages))
+        if not self._takes_any_order:
+            messages = in_turns(messages)
         if chat.tools and not self.shows_tools:
             shows_system = self._forms.get("system", ContentForm.NONE) is not ContentForm.NONE
             messages = with_tools(messages, chat.tools, shows_system=shows_system)
@@ -211,6 +215,19 @@ class ChatTemplate:
         except InvalidArgument:
             return False
         return trial_word("call") in prompt and trial_word("tool") in prompt
+
+    def _is_taking_any_order(self) -> bool:
+        """Whether the template shows neighbours of one role, and a system message behind others."""
+        roles = ("system", "system", "user", "user", "assistant", "system", "user")
+        said = [trial_word(str(index)) for index in range(len(roles))]
+        messages = tuple(
+            {"role": role, "content": word} for role, word in zip(roles, said, strict=True)
+        )
+        try:
+            prompt = self._write(Chat(messages=messages), self._forms)
+        except InvalidArgument:
+            return False
+        return all(word in prompt for word in said)
 
     def _is_showing_tools(self, roles: Sequence[str]) -> bool:
         name = trial_word("function")

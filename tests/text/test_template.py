@@ -227,3 +227,37 @@ def test_tools_that_a_template_shows_with_other_messages_only_are_refused() -> N
     assert '"look"' in template(source).render(chat_of(*CHAT, tools=[TOOL]))
     with pytest.raises(Unsupported, match="none with these messages"):
         template(source).render(chat_of(*CHAT[1:], tools=[TOOL]))
+
+
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}"
+    "{% set ms = messages[1:] %}{% else %}{% set ms = messages %}{% endif %}"
+    "{% for m in ms %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('take turns') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+LATE_LEFT_OUT = (
+    "{% for m in messages %}{% if loop.first or m.role != 'system' %}"
+    "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+UNORDERED = [
+    {"role": "system", "content": "be brief"},
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi"},
+    {"role": "system", "content": "be loud"},
+    {"role": "user", "content": "go on"},
+]
+
+
+@pytest.mark.parametrize("source", [ALTERNATING, LATE_LEFT_OUT])
+def test_messages_take_turns_for_a_template_that_does_not_show_them_in_any_order(source):
+    assert template(source).render(chat_of(*UNORDERED)) == (
+        "<system>be brief\n\nbe kind<user>hello<assistant>hi"
+        "<user><system-reminder>\nbe loud\n</system-reminder>\n\ngo on"
+    )
+
+
+def test_messages_stay_as_they_are_where_a_template_shows_them():
+    assert template(HEAD + "{{ m.content }}{% endfor %}").render(chat_of(*UNORDERED)) == (
+        "<system>be brief<system>be kind<user>hello<assistant>hi<system>be loud<user>go on"
+    )

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, refuse, shown, text
 from kakeya.gateway.openai.messages import MAX_PARTS, check_size, read_call
-from kakeya.text.chat import Message
+from kakeya.text.chat import Message, in_turns
 
 _ROLES = ("user", "assistant", "system")
 _APART = "\n\n"
@@ -52,30 +52,23 @@ def read_messages(body: Mapping[str, object]) -> tuple[tuple[Message, ...], bool
     names: dict[str, str] = {}
     for index, entry in enumerate(value):
         for message in _messages(entry, f"messages[{index}]", names):
-            is_late = message["role"] == "system" and any(one["role"] != "system" for one in turns)
-            _append(turns, _reminder(message) if is_late else message)
+            _append(turns, message)
     last = turns[-1]
     if last["role"] == "assistant" and last.get("tool_calls"):
         at = f"messages[{len(value) - 1}]"
         raise InvalidArgument(
             f"{at} ends with tool_use and no message follows; give its tool_result", param=at
         )
-    return tuple(turns), last["role"] == "assistant"
-
-
-def _reminder(message: Message) -> Message:
-    said = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-    return {"role": "user", "content": said}
+    return tuple(in_turns(turns)), last["role"] == "assistant"
 
 
 def _append(turns: list[Message], message: Message) -> None:
-    role = message["role"]
-    if role == "tool" or not turns or turns[-1]["role"] != role:
+    """Add a message; an answer behind an answer goes on with it."""
+    if not turns or not turns[-1]["role"] == message["role"] == "assistant":
         turns.append(message)
         return
     last = turns[-1]
-    both = [str(one["content"]) for one in (last, message) if one["content"]]
-    joined = {**last, "content": ("" if role == "assistant" else _APART).join(both)}
+    joined = {**last, "content": f"{last['content']}{message['content']}"}
     thoughts = "".join(str(one.get("reasoning_content", "")) for one in (last, message))
     calls = [call for one in (last, message) for call in _calls(one)]
     turns[-1] = (

@@ -20,7 +20,7 @@ from kakeya.core.errors import Unsupported
 from kakeya.gateway.http.body import refuse, shown, text
 from kakeya.gateway.openai.messages import check_size, read_call, read_content
 from kakeya.gateway.openai.responses.tools import joined_name
-from kakeya.text.chat import Message
+from kakeya.text.chat import Message, in_turns
 
 _ROLES = ("system", "developer", "user", "assistant")
 _OF_HOSTED_TOOLS = frozenset(
@@ -47,7 +47,7 @@ def parse_items(
     for index, item in enumerate(items):
         turns.add(item, f"input[{index}]")
     check_size("input", messages=len(turns.messages), parts=turns.parts)
-    return tuple(turns.messages)
+    return tuple(in_turns(turns.messages))
 
 
 class _Turns:
@@ -138,13 +138,7 @@ class _Turns:
 
     def _add(self, role: str, content: str) -> None:
         self._turn = None
-        last = self.messages[-1] if self.messages else {"role": "system", "content": ""}
-        if role == "system" and last["role"] != "system":
-            role, content = "user", f"<system-reminder>\n{content}\n</system-reminder>"
-        if self.messages and role == last["role"] and role in ("system", "user"):
-            last["content"] = f"{last['content']}\n\n{content}"
-        else:
-            self.messages.append({"role": role, "content": content})
+        self.messages.append({"role": role, "content": content})
 
 
 def _text_of(part: object, at: str) -> str:
