@@ -1,19 +1,12 @@
 """The programs that `kakeya connect` knows: where each keeps its configuration, and what it needs.
 
-    claude-code  ~/.claude/settings.json            Anthropic Messages
-    codex        ~/.codex/config.toml               OpenAI Responses
-    opencode     ~/.config/opencode/opencode.json   OpenAI chat
-    continue     ~/.continue/config.yaml            OpenAI chat
-    aider        ~/.aider.conf.yml                  OpenAI chat
-    openai       (variables of the environment)     OpenAI, any
-
-Some programs look for their folder in a variable first; so does `config_file`.
+Claude Code speaks Anthropic's Messages, codex OpenAI's Responses, and all others OpenAI's chat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.cli.connect.edit import Edit, JsonEdit, MakeEdit, TomlEdit, Values, YamlEdit
@@ -42,19 +35,18 @@ class AgentProgram:
     name: str
     program: str
     """The command that a person starts."""
-    folder: str
-    """Of the file, below the home folder."""
     file: str
+    """Below the home folder."""
     folder_variable: str = ""
-    """The variable that names another folder."""
+    """The variable that names another folder for the file; "" = there is none."""
     make_edit: MakeEdit
     values: Callable[[NodeTarget], Values]
-    defaults: Values
+    defaults: Values = field(default_factory=dict)
 
     def config_file(self, home: Path, environ: Mapping[str, str]) -> Path:
         """The file, in the folder that the program would take."""
-        named = environ.get(self.folder_variable) if self.folder_variable else ""
-        return (Path(named).expanduser() if named else home / self.folder) / self.file
+        named = environ.get(self.folder_variable, "")
+        return Path(named).expanduser() / Path(self.file).name if named else home / self.file
 
     def edit(self, target: NodeTarget) -> Edit:
         """The edit that connects the program."""
@@ -135,28 +127,23 @@ CLIENTS: Mapping[str, AgentProgram] = {
         AgentProgram(
             name="claude-code",
             program="claude",
-            folder=".claude",
-            file="settings.json",
+            file=".claude/settings.json",
             folder_variable="CLAUDE_CONFIG_DIR",
             make_edit=JsonEdit,
             values=_claude_code,
-            defaults={},
         ),
         AgentProgram(
             name="codex",
             program="codex",
-            folder=".codex",
-            file="config.toml",
+            file=".codex/config.toml",
             folder_variable="CODEX_HOME",
             make_edit=TomlEdit,
             values=_codex,
-            defaults={},
         ),
         AgentProgram(
             name="opencode",
             program="opencode",
-            folder=".config/opencode",
-            file="opencode.json",
+            file=".config/opencode/opencode.json",
             folder_variable="OPENCODE_CONFIG_DIR",
             make_edit=JsonEdit,
             values=_opencode,
@@ -165,8 +152,7 @@ CLIENTS: Mapping[str, AgentProgram] = {
         AgentProgram(
             name="continue",
             program="cn",
-            folder=".continue",
-            file="config.yaml",
+            file=".continue/config.yaml",
             folder_variable="CONTINUE_GLOBAL_DIR",
             make_edit=YamlEdit,
             values=_continue,
@@ -175,11 +161,9 @@ CLIENTS: Mapping[str, AgentProgram] = {
         AgentProgram(
             name="aider",
             program="aider",
-            folder="",
             file=".aider.conf.yml",
             make_edit=YamlEdit,
             values=_aider,
-            defaults={},
         ),
     )
 }

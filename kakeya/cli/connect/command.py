@@ -39,9 +39,18 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command to those of `kakeya`."""
     text = "make a program of agents use a node: its address, model and key"
     connect = commands.add_parser("connect", help=text, description=text, allow_abbrev=False)
-    connect.add_argument("client", choices=[*CLIENTS, _OPENAI], metavar="CLIENT")
+    names = [*CLIENTS, _OPENAI]
     connect.add_argument(
-        "--node", default="", metavar="HOST:PORT", help="of a node; or https://HOST:PORT"
+        "client",
+        choices=names,
+        metavar="CLIENT",
+        help=f"{', '.join(names)}; the last prints variables for all others",
+    )
+    connect.add_argument(
+        "--node",
+        default="",
+        metavar="HOST:PORT",
+        help="HTTP address of a node, or https://HOST:PORT (default: that of --data-dir)",
     )
     connect.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
     connect.add_argument("--model", default="", metavar="ID", help="default: the node's first")
@@ -70,14 +79,17 @@ def run(options: argparse.Namespace) -> int | None:
     file = config_file(client, home, environ)
     if options.undo:
         disconnect(client, file)
-        print(f"{file} is as it was before kakeya connect")
+        print(f"{file} has nothing of kakeya connect in it")
         return 0
     edit = client.edit(_target(options))
     if options.print:
         print(f"# {file}\n{edit.snippet()}", end="")
         return 0
     connect_file(client, file, edit)
-    print(f"{file} written; start {client.program}, or: kakeya connect {client.name} --undo")
+    undo = f"kakeya connect {client.name} --undo"
+    if options.home:
+        undo += f" --home {shlex.quote(options.home)}"
+    print(f"{file} written; start {client.program}, or take it back: {undo}")
     return 0
 
 

@@ -136,3 +136,16 @@ def test_a_wrong_line_is_refused_and_writes_nothing(
     assert main(["connect", "codex", "--home", str(tmp_path), *words]) != 0
     assert says in capsys.readouterr().err
     assert files_in(tmp_path) == {}
+
+
+def test_help_names_the_clients_and_the_way_back_names_the_home(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["connect", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{', '.join(CLIENTS)}, openai" in said
+    assert main(["connect", "codex", "--home", str(tmp_path), *REMOTE]) == 0
+    _, _, back = capsys.readouterr().out.partition("take it back: kakeya ")
+    assert main(back.split()) == 0
+    assert files_in(tmp_path) == {}
