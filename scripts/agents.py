@@ -3,8 +3,9 @@
 Each program gets its configuration from `kakeya connect`, in a home folder of its own, and a
 request that `kakeya-tiny-tools` answers by the call of a tool. It passes if it ends with exit
 status 0 and the tool's answer stands in a later request of it; aider, which has no tools, if its
-file has the edit. A proxy between program and node keeps the requests. No program sees the
-network: every proxy variable leads to a closed port of this machine.
+file has the edit. A proxy between program and node keeps the requests. No program reaches a
+network: where the system allows it (Linux) all run in a network namespace that has loopback alone,
+and elsewhere every proxy variable leads to a closed port of this machine.
 
 The prompts of codex and Claude Code are longer than the tiny model can follow. For these the proxy
 asks the node to force the answers: first a call of the shell whose argument can have one value
@@ -18,7 +19,9 @@ import asyncio
 import http.client
 import json
 import os
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -83,119 +86,93 @@ print(Runner.run_sync(agent, "Call the tool § get_weather.").final_output)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRun:
-    """How a program is run; HOME stands for its home folder in `command` and `environ`."""
+    """How a program is run; HOME in `arguments` and `environ` stands for its home folder."""
 
     client: str
     """The name under which `kakeya connect` knows it."""
-    version: Sequence[str]
-    command: Sequence[str]
+    program: Path
+    arguments: str
+    """As a shell takes them."""
+    package: str = ""
+    """What is asked for its version, for a script of a Python package; "" = the program is."""
     answer: str = SHELL_ANSWER
     environ: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    """Files of the home folder; @URL@ in their text stands for the node's."""
     edited: str = ""
     """The file in which the answer must stand, for a program without tools."""
     forced: tuple[str, str] = ("", "")
     """The tool whose call the proxy forces, and the argument that is given; "" = none is."""
 
+    def version(self) -> str:
+        """What the program says of its version; "?" where it says nothing."""
+        words = ["--version"]
+        if self.package:
+            words = ["-c", f"import importlib.metadata as m; print(m.version({self.package!r}))"]
+        shown = subprocess.run([str(self.program), *words], capture_output=True, text=True)
+        return (shown.stdout.strip().splitlines() or ["?"])[-1]
 
-def _python(name: str, *words: str) -> Sequence[str]:
-    code = f"import importlib.metadata as m; print(m.version({name!r}))"
-    return (str(PY / "python"), "-c", code, *words)
+
+def _script(package: str, text: str, argument: str = "") -> AgentRun:
+    """The run of a Python script that has a tool for the weather."""
+    return AgentRun(
+        client="openai",
+        program=PY / "python",
+        package=package,
+        arguments=f"HOME/agent.py {argument}",
+        answer=WEATHER_ANSWER,
+        files={"agent.py": text},
+    )
 
 
+_LLM_MODEL = {"model_id": MODEL, "model_name": MODEL, "api_base": "@URL@", "supports_tools": True}
 RUNS: Mapping[str, AgentRun] = {
     "opencode": AgentRun(
         client="opencode",
-        version=(str(BIN / "opencode"), "--version"),
-        command=(str(BIN / "opencode"), "run", "Call the tool § bash."),
+        program=BIN / "opencode",
+        arguments="run 'Call the tool § bash.'",
         environ={"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
     ),
     "cn": AgentRun(
         client="continue",
-        version=(str(BIN / "cn"), "--version"),
-        command=(
-            str(BIN / "cn"),
-            "-p",
-            "Call the tool § Bash.",
-            "--auto",
-            "--config",
-            "HOME/.continue/config.yaml",
-        ),
+        program=BIN / "cn",
+        arguments="-p 'Call the tool § Bash.' --auto --config HOME/.continue/config.yaml",
         environ={"CONTINUE_TELEMETRY_ENABLED": "0"},
     ),
     "llm": AgentRun(
         client="openai",
-        version=(str(PY / "llm"), "--version"),
-        command=(
-            str(PY / "llm"),
-            "-m",
-            MODEL,
-            "--functions",
-            "HOME/weather.py",
-            "Call the tool § get_weather.",
-        ),
+        program=PY / "llm",
+        arguments=f"-m {MODEL} --functions HOME/weather.py 'Call the tool § get_weather.'",
         answer=WEATHER_ANSWER,
         environ={"LLM_USER_PATH": "HOME"},
-        files={
-            "weather.py": _WEATHER,
-            "extra-openai-models.yaml": json.dumps(
-                [
-                    {
-                        "model_id": MODEL,
-                        "model_name": MODEL,
-                        "api_base": "@URL@",
-                        "supports_tools": True,
-                    }
-                ]
-            ),
-        },
+        files={"weather.py": _WEATHER, "extra-openai-models.yaml": json.dumps([_LLM_MODEL])},
     ),
-    "smolagents": AgentRun(
-        client="openai",
-        version=_python("smolagents"),
-        command=(str(PY / "python"), "HOME/agent.py"),
-        answer=WEATHER_ANSWER,
-        files={"agent.py": _SMOLAGENTS},
-    ),
-    "openai-agents-chat": AgentRun(
-        client="openai",
-        version=_python("openai-agents"),
-        command=(str(PY / "python"), "HOME/agent.py", "chat"),
-        answer=WEATHER_ANSWER,
-        files={"agent.py": _OPENAI_AGENTS},
-    ),
-    "openai-agents": AgentRun(
-        client="openai",
-        version=_python("openai-agents"),
-        command=(str(PY / "python"), "HOME/agent.py", "responses"),
-        answer=WEATHER_ANSWER,
-        files={"agent.py": _OPENAI_AGENTS},
-    ),
+    "smolagents": _script("smolagents", _SMOLAGENTS),
+    "openai-agents-chat": _script("openai-agents", _OPENAI_AGENTS, "chat"),
+    "openai-agents": _script("openai-agents", _OPENAI_AGENTS, "responses"),
     "aider": AgentRun(
         client="aider",
-        version=(str(CACHE / "aider" / "bin" / "aider"), "--version"),
-        command=(
-            str(CACHE / "aider" / "bin" / "aider"),
-            *("--message", "§ note", "--edit-format", "whole", "--no-git"),
-            *("--yes-always", "--analytics-disable", "--no-check-update", "note.txt"),
-        ),
+        program=CACHE / "aider" / "bin" / "aider",
+        arguments="--message '§ note' --edit-format whole --no-git --yes-always "
+        "--analytics-disable --no-check-update note.txt",
         answer="The number is 4711.",
+        # The model does not find its request in front of aider's reminder of the form of answers.
+        files={
+            ".aider.model.settings.yml": json.dumps([{"name": f"openai/{MODEL}", "reminder": None}])
+        },
         edited="note.txt",
     ),
     "codex": AgentRun(
         client="codex",
-        version=(str(BIN / "codex"), "--version"),
-        command=(
-            str(BIN / "codex"),
-            *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
-            "Call the tool § exec_command.",
-        ),
+        program=BIN / "codex",
+        arguments="exec --skip-git-repo-check --sandbox danger-full-access "
+        "'Call the tool § exec_command.'",
         forced=("exec_command", "cmd"),
     ),
     "claude-code": AgentRun(
         client="claude-code",
-        version=(str(BIN / "claude"), "--version"),
-        command=(str(BIN / "claude"), "-p", "Call the tool § Bash.", "--allowedTools", "Bash"),
+        program=BIN / "claude",
+        arguments="-p 'Call the tool § Bash.' --allowedTools Bash",
         environ={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
         forced=("Bash", "command"),
     ),
@@ -284,8 +261,10 @@ class _Passing(BaseHTTPRequestHandler):
 def install(names: Sequence[str]) -> None:
     """Install what these programs need and is not there yet."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    used = {Path(RUNS[name].version[0]).parent for name in names}
+    used = {RUNS[name].program.parent for name in names}
     if BIN in used:
+        if not shutil.which("npm"):
+            sys.exit("scripts/agents: there is no npm; install Node.js 20 or newer")
         wanted = {one.rpartition("@")[0]: one.rpartition("@")[2] for one in NPM}
         found = {name: _npm_version(name) for name in wanted}
         if found != wanted:
@@ -300,6 +279,15 @@ def install(names: Sequence[str]) -> None:
             pip = [str(CACHE / venv / "bin" / "python"), "-m", "pip", "install", "-q"]
             subprocess.run([*pip, *packages], check=True)
             stamp.write_text(said)
+
+
+def leave_networks() -> None:
+    """Begin this program again in a network namespace with loopback alone, if one can be had."""
+    inside = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if len(socket.if_nameindex()) < 2 or not shutil.which("unshare"):
+        return
+    if subprocess.run([*inside, "true"], capture_output=True).returncode == 0:
+        os.execvp(inside[0], [*inside, sys.executable, "-m", "scripts.agents", *sys.argv[1:]])
 
 
 def _npm_version(name: str) -> str:
@@ -335,12 +323,12 @@ def run_agent(name: str, node: str, folder: Path) -> tuple[bool, str]:
     connect = ["connect", run.client, "--node", recorder.address, "--home", str(home)]
     if run.client != "openai" and kakeya(connect) != 0:
         return False, "kakeya connect failed"
-    command = [word.replace("HOME", str(home)) for word in run.command]
+    words = [word.replace("HOME", str(home)) for word in shlex.split(run.arguments)]
     begun = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
         try:
             status = subprocess.run(
-                command,
+                [str(run.program), *words],
                 cwd=work,
                 env=_environ(run, home, recorder.address),
                 stdin=subprocess.DEVNULL,
@@ -356,8 +344,8 @@ def run_agent(name: str, node: str, folder: Path) -> tuple[bool, str]:
     (folder / "requests.json").write_text(json.dumps(posts, indent=1))
     (folder / "answers.json").write_text(json.dumps(recorder.answers, indent=1))
     if run.edited:
-        file = work / run.edited
-        is_right = file.exists() and run.answer in file.read_text()
+        edited = work / run.edited
+        is_right = edited.exists() and run.answer in edited.read_text()
     else:
         is_right = any(run.answer in body for _, body in posts[1:])
     longest = max((len(body) for _, body in posts), default=0)
@@ -375,14 +363,10 @@ async def run_all(names: Sequence[str], folder: Path) -> bool:
     has_passed = True
     async with NodeProcess(folder / "node", "--model", str(model)) as node:
         for name in names:
-            run = RUNS[name]
-            version = await asyncio.to_thread(
-                subprocess.run, run.version, capture_output=True, text=True, check=False
-            )
-            said = version.stdout.strip().splitlines() or ["?"]
+            version = await asyncio.to_thread(RUNS[name].version)
             passed, seen = await asyncio.to_thread(run_agent, name, node.http, folder / name)
             has_passed &= passed
-            print(f"{'ok' if passed else 'FAILED':<7} {name:<19} {said[-1]:<28} {seen}", flush=True)
+            print(f"{'ok' if passed else 'FAILED':<7} {name:<19} {version:<28} {seen}", flush=True)
     return has_passed
 
 
@@ -395,7 +379,10 @@ def main() -> int:
     names = options.programs or list(RUNS)
     if unknown := [name for name in names if name not in RUNS]:
         parser.error(f"no program {unknown[0]}; there are {', '.join(RUNS)}")
+    if options.keep and options.keep.exists() and any(options.keep.iterdir()):
+        parser.error(f"{options.keep} holds files; --keep takes a new folder")
     install(names)
+    leave_networks()
     folder = Path(tempfile.mkdtemp(prefix="kakeya-agents-")) if not options.keep else options.keep
     try:
         return 0 if asyncio.run(run_all(names, folder)) else 1

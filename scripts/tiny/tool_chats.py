@@ -44,7 +44,7 @@ CALLS: Mapping[str, Mapping[str, str]] = {
     "bash": {"command": "printf %s-%s kakeya 4711", "description": "Say a number"},
     "exec_command": {"cmd": "printf %s-%s kakeya 4711"},
     "get_weather": {"city": "Paris"},
-    "final_answer": {"answer": "Done."},
+    "final_answer": {"answer": DONE},
 }
 """Tools of agent programs, and the arguments with which the model calls them."""
 WRITE = "§ note"
