@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from kakeya.core.errors import InvariantBroken
+from kakeya.core.errors import InvariantBroken, KakeyaError
 from kakeya.decoding.processors.processors import LogitProcessors
 from kakeya.engine.model import KvView
 from kakeya.generation.frames import TokenLogprob
@@ -103,6 +103,7 @@ class MlxVerifier:
         self._processors: LogitProcessors | None = None
         self._top_logprobs: int | None = None
         self._told: list[TokenLogprob] = []
+        self._refusal: KakeyaError | None = None
         self._slot = 0
         self._slots: mx.array | None = None
 
@@ -148,7 +149,7 @@ class MlxVerifier:
     ) -> None:
         """Choose tokens this way from now on."""
         self._sampling, self._processors = sampling, processors
-        self._top_logprobs = top_logprobs
+        self._top_logprobs, self._refusal = top_logprobs, None
         self._told.clear()
 
     @property
@@ -219,6 +220,15 @@ class MlxVerifier:
         """The newest launched step."""
         return self._flight[-1]
 
+    def edited_together(self, logits: mx.array) -> mx.array:
+        """As `edited`, for a step that others share: an error of the processors is this sequence's
+        alone, and raised where its step is collected. Shape: [1, V]."""
+        try:
+            return self.edited(logits)
+        except KakeyaError as refusal:
+            self._refusal = refusal
+            return logits
+
     def launched(self, landing: Landing) -> None:
         """A step was launched together with those of other sequences."""
         self._flight.append(landing)
@@ -240,8 +250,13 @@ class MlxVerifier:
         return logits
 
     def collect(self) -> int:
-        """Wait for the oldest launched step; return the token that it selected."""
+        """Wait for the oldest launched step; return the token that it selected.
+
+        Raises what its processors raised when it was launched together with others.
+        """
         landing = self._flight.popleft()
+        if self._refusal is not None:
+            raise self._refusal
         token = landing.token()
         if (logprobs := landing.flight.logprobs.get(landing.place)) is not None:
             self._told.append(logprobs.read())

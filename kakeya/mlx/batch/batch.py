@@ -245,7 +245,7 @@ def _select(logits: mx.array, states: Sequence[MlxVerifier], lengths: Sequence[i
         else:
             parts = zip(split(rows, len(members)), members, lengths[first:], strict=False)
             found += [
-                select(state.edited(row), state.sampling, first_position=length + 1)
+                select(state.edited_together(row), state.sampling, first_position=length + 1)
                 for row, state, length in parts
             ]
         first += len(members)

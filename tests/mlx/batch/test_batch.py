@@ -12,9 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
+from tokenizers import Tokenizer
 
 from kakeya.adapters.files.packed import PackedAdapter, PackedTensor, Precision
+from kakeya.core.errors import InvalidArgument
+from kakeya.decoding.processors.grammar import Grammars
+from kakeya.decoding.processors.processors import LogitProcessors
 from kakeya.generation.request import Sampling
+from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.mlx.batch import batch
 from kakeya.mlx.batch import cache as row_caches
 from kakeya.mlx.batch.batch import launch_together, why_by_turns
@@ -257,6 +262,34 @@ def test_a_forward_that_fails_leaves_every_row_as_it_was(models: dict[str, Loade
         pair.alone.launch(token)
         pair.settle(0)
         assert pair.same_kv()
+
+
+def exploding() -> LogitProcessors:
+    """A grammar of which the next mask takes too much work."""
+    file = EMBEDDED_FOLDER / "kakeya-tiny" / "tokenizer.json"
+    grammars = Grammars(file, vocab_size=3072, end_ids=(0,), model_id="tiny")
+    matcher = grammars.matcher('start: many\nmany: many many | "a" | "b"')
+    matcher.extend(Tokenizer.from_file(str(file)).encode("a").ids * 320)
+    return LogitProcessors(None, matcher)
+
+
+def test_a_grammar_that_explodes_ends_its_own_row_where_no_cache_can_be_trimmed(
+    models: dict[str, LoadedModel],
+) -> None:
+    model = models["gemma3"]
+    prompt = [2 + at for at in range(40)]  # beyond the sliding window
+    pairs = [Pair(model, prompt, at, 0) for at in range(2)]
+    faulty = MlxVerifier(model)
+    faulty.prefill(prompt)
+    faulty.select_with(Sampling(), exploding())
+    launch_together(model, [pairs[0].shared, faulty, pairs[1].shared], [1, 2, 3])
+    for pair, token in zip(pairs, (1, 3), strict=True):
+        pair.alone.launch(token)
+        pair.settle(0)
+        assert pair.same_kv()
+    with pytest.raises(InvalidArgument, match="Too many items"):
+        faulty.collect()
+    assert faulty.in_flight() == 0
 
 
 def test_a_model_whose_attention_does_as_it_likes_is_not_batched(
