@@ -99,10 +99,12 @@ def json_calls(text: str) -> list[Called]:
 
 
 def called(value: object) -> Called:
-    """Take a call as parsers give it. Raises ValueError for what is none."""
+    """Take a call as parsers give it; one without arguments names nothing but itself. Raises
+    ValueError for what is none."""
     if not isinstance(value, dict):
         raise ValueError(f"{type(value).__name__} is no call")  # noqa: TRY004 - text, not a slip
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    nothing = {} if value.keys() <= {"name", "id", "type"} else None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", nothing))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):

@@ -59,6 +59,8 @@ class BareJsonFamily:
                 value, at = _DECODER.raw_decode(rest)
             except RecursionError as fault:
                 raise ValueError("the call is nested too deep") from fault
+            if not isinstance(value, dict) or value.keys().isdisjoint(_ARGUMENTS):
+                raise ValueError("an object with a name, and no call")  # no marks tell it from one
             calls.append(called(value))
             rest = rest[at:].lstrip("; \n")
         return calls
@@ -66,6 +68,7 @@ class BareJsonFamily:
 
 JSON_FAMILY: ToolFamily = JsonFamily()
 _DECODER = json.JSONDecoder()
+_ARGUMENTS = ("parameters", "arguments")
 
 
 @functools.cache

@@ -108,6 +108,22 @@ def test_what_is_no_call_stays_text(name, inner):
     assert "".join(part.text for part in read(name, text)) == text
 
 
+@pytest.mark.parametrize(
+    "said",
+    ['{"name": "Ann"}', '{"name": "Ann", "age": 5}', '{"name": "f", "parameters": {}}; 5'],
+)
+def test_an_answer_in_json_is_no_call_where_no_marks_say_so(said):
+    assert "".join(part.text for part in read("llama3", f"Her: {said}")) == f"Her: {said}"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_with_its_arguments_under_another_name_loses_none(name):
+    family = FAMILIES[name]
+    inner = json.dumps({"name": "look", "input": {"at": "sea"}})
+    text = f"{family.start if family.end else ''}{inner}{family.end}"
+    assert "".join(part.text for part in read(name, text)) == text
+
+
 def test_the_marks_are_those_of_the_parser_files():
     for family in (*TEMPLATE_FAMILIES, *TOKEN_FAMILIES):
         parser = _parser(family.file or family.name)
