@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +29,7 @@ from kakeya.core.errors import ConfigError
 from kakeya.core.units import ENCODER_SCORE_BYTES
 
 Pooling = Literal["mean", "cls", "max"]
+_Kind = TypeVar("_Kind", dict[str, Any], list[Any])
 _POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 """Model types whose first position is that behind the padding token's id."""
 _OVER = (1.97482765e-06, 2.88042474e-04, 4.00367881e-03, 0.0534675763, 1.96249705e-01, 1.12837898)
@@ -89,9 +90,7 @@ class EncoderConfig:
 
 def read_config(folder: Path) -> EncoderConfig:
     """Read the architecture from the files of a folder. Raises ConfigError naming what is wrong."""
-    config = _json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise ConfigError(f"{folder / 'config.json'} holds no object; it must describe the model")
+    config = _json(folder / "config.json", dict)
     kind = config.get("model_type")
     if kind not in ("bert", *_POSITIONS_BEHIND_PADDING):
         known = ", ".join(("bert", *_POSITIONS_BEHIND_PADDING))
@@ -104,19 +103,25 @@ def read_config(folder: Path) -> EncoderConfig:
             "'absolute' is known"
         )
     activation = config.get("hidden_act", "gelu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ConfigError(
             f"{folder} has hidden_act {activation!r}; known are {', '.join(_ACTIVATIONS)}"
         )
     pooling, normalizes = _steps(folder)
-    padding = config.get("pad_token_id") or 0
-    first = padding + 1 if kind in _POSITIONS_BEHIND_PADDING else 0
     try:
+        padding = int(config.get("pad_token_id") or 0)
+        first = padding + 1 if kind in _POSITIONS_BEHIND_PADDING else 0
+        size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        if heads < 1 or size % heads:
+            raise ConfigError(
+                f"{folder / 'config.json'} has hidden_size {size} and num_attention_heads {heads}; "
+                "the size must be a multiple of the heads"
+            )
         positions = int(config["max_position_embeddings"])
         return EncoderConfig(
-            hidden_size=int(config["hidden_size"]),
+            hidden_size=size,
             inner_size=int(config["intermediate_size"]),
-            heads=int(config["num_attention_heads"]),
+            heads=heads,
             layers=int(config["num_hidden_layers"]),
             vocab_size=int(config["vocab_size"]),
             positions=positions,
@@ -257,11 +262,12 @@ def renamed(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 def _steps(folder: Path) -> tuple[Pooling, bool]:
     """The pooling, and whether vectors are normalized. Raises ConfigError for any other step."""
-    modules = _json(folder / "modules.json", default=[])
+    modules = _json(folder / "modules.json", list, default=[])
     pooling: Pooling = "mean"
     normalizes = False
-    for module in modules if isinstance(modules, list) else ():
-        kind = str(module.get("type", "")).rpartition(".")[2]
+    for module in modules:
+        told = str(module.get("type", "")) if isinstance(module, dict) else repr(module)
+        kind = told.rpartition(".")[2]
         if kind == "Pooling":
             pooling = _pooling(folder / str(module.get("path", "")) / "config.json")
         elif kind == "Normalize":
@@ -282,7 +288,7 @@ _POOLINGS: Mapping[str, Pooling] = {
 
 
 def _pooling(path: Path) -> Pooling:
-    config = _json(path)
+    config = _json(path, dict)
     modes = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
     if isinstance(named := config.get("pooling_mode"), str):
         modes = [key for key in _POOLINGS if key.split("_")[2] == named] or [named]
@@ -295,8 +301,8 @@ def _pooling(path: Path) -> Pooling:
 
 
 def _most_tokens(folder: Path) -> int:
-    config = _json(folder / "sentence_bert_config.json", default={})
-    found = config.get("max_seq_length") if isinstance(config, dict) else None
+    config = _json(folder / "sentence_bert_config.json", dict, default={})
+    found = config.get("max_seq_length")
     return found if isinstance(found, int) and found > 0 else 0
 
 
@@ -307,12 +313,16 @@ def _nested_sizes(config: Mapping[str, Any]) -> tuple[int, ...]:
     return sizes or ((0,) if config.get("is_matryoshka") is True else ())
 
 
-def _json(path: Path, default: object = None) -> Any:  # noqa: ANN401 - as in the file
+def _json(path: Path, kind: type[_Kind], default: _Kind | None = None) -> _Kind:
+    """The content of a file. Raises ConfigError where it is not of this kind."""
     try:
-        return json.loads(path.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         if default is None:
             raise ConfigError(f"there is no {path}; an encoder needs it") from None
         return default
     except (OSError, ValueError) as fault:
         raise ConfigError(f"{path} cannot be read: {fault}") from fault
+    if not isinstance(found, kind):
+        raise ConfigError(f"{path} must hold a JSON {'list' if kind is list else 'object'}")
+    return found

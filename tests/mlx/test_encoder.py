@@ -103,6 +103,9 @@ def test_the_most_tokens_of_a_text_are_the_trained_ones(tmp_path: Path) -> None:
         ({"model_type": "llama"}, None, "'llama'; embeddings are computed by bert"),
         ({"position_embedding_type": "relative_key"}, None, "relative_key"),
         ({"hidden_act": "mish"}, None, "'mish'; known are gelu"),
+        ({"hidden_act": ["gelu"]}, None, "known are gelu"),
+        ({"num_attention_heads": 7}, None, "num_attention_heads 7; the size must be a multiple"),
+        ({"model_type": "roberta", "pad_token_id": "x"}, None, "lacks a number"),
         ({"hidden_size": None}, None, "lacks a number"),
         ({}, {"pooling_mode_lasttoken": True}, "pooling_mode_lasttoken"),
         ({}, {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, " and "),
@@ -116,6 +119,25 @@ def test_what_is_not_known_is_refused_by_name(
     config = {**CONFIG, **changes}
     (folder / "config.json").write_text(str(config).replace("'", '"').replace("None", "null"))
     with pytest.raises(ConfigError, match=says):
+        read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("config.json", "[]", "must hold a JSON object"),
+        ("modules.json", "{}", "must hold a JSON list"),
+        ("modules.json", '["pool"]', "a step \"'pool'\""),
+        ("1_Pooling/config.json", "[]", "must hold a JSON object"),
+        ("sentence_bert_config.json", "3", "must hold a JSON object"),
+    ],
+)
+def test_a_file_of_another_form_is_refused_by_name(
+    tmp_path: Path, file: str, text: str, says: str
+) -> None:
+    folder = write_encoder(tmp_path / "m")
+    (folder / file).write_text(text)
+    with pytest.raises(ConfigError, match=f"{file}.*{says}"):
         read_config(folder)
 
 
