@@ -190,17 +190,25 @@ def _check_widths(grammar: str) -> None:
             decoder.raw_decode(grammar, start)
 
 
-def _checked_width(pairs: list[tuple[str, object]]) -> int:
-    """The number of keys of an object."""
-    for key, value in [("an object", len(pairs)), *pairs]:
-        most = _MOST_PATTERNS if key == "patternProperties" else _MOST_KEYS
-        if isinstance(value, int) and value > most and key in ("an object", "patternProperties"):
-            raise InvalidArgument(
-                f"{key} of the grammar has {value:,} keys, more than {most:,}", param="grammar"
-            )
+class _Width(int):
+    """The number of keys of an object: what is left of it, and no number of the grammar's."""
+
+
+def _checked_width(pairs: list[tuple[str, object]]) -> _Width:
+    _check_width("an object", len(pairs), _MOST_KEYS)
+    for key, value in pairs:
+        if key == "patternProperties" and isinstance(value, _Width):
+            _check_width(key, value, _MOST_PATTERNS)
         if isinstance(value, str) and "%json" in value:
             _check_widths(value)
-    return len(pairs)
+    return _Width(len(pairs))
+
+
+def _check_width(what: str, keys: int, most: int) -> None:
+    if keys > most:
+        raise InvalidArgument(
+            f"{what} of the grammar has {keys:,} keys, more than {most:,}", param="grammar"
+        )
 
 
 def _refusal(matcher: LLMatcher) -> InvalidArgument:

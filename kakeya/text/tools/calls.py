@@ -103,7 +103,7 @@ def called(value: object) -> Called:
     ValueError for what is none."""
     if not isinstance(value, dict):
         raise ValueError(f"{type(value).__name__} is no call")  # noqa: TRY004 - text, not a slip
-    nothing = {} if value.keys() <= {"name", "id", "type"} else None
+    nothing: object = {} if value.keys() <= {"name", "id", "type"} else None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", nothing))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)

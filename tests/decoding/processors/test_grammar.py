@@ -149,6 +149,12 @@ def test_a_grammar_that_cannot_be_followed_is_refused(
         grammars.begin(grammar).result()
 
 
+def test_a_number_of_a_schema_is_no_number_of_keys(grammars: Grammars) -> None:
+    for name in ("an object", "patternProperties"):
+        matcher = grammars.matcher("start: %json " + json.dumps({"const": {name: 5_000}}))
+        assert not matcher.is_over
+
+
 def test_a_grammar_that_explodes_later_ends_its_answer_with_an_error(grammars: Grammars) -> None:
     matcher = grammars.matcher(grammar_of({"anyOf": [{"type": "null"}, wide(900)]}))
     tokens = TEXTS.encode('{"k7": "x", "k9": "y"').ids
