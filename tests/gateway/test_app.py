@@ -333,9 +333,9 @@ async def test_a_text_far_beyond_the_context_is_refused_by_its_length(folder):
 
 
 async def test_a_template_that_refuses_is_quoted(folder):
-    messages = [*HI, {"role": "system", "content": "late"}]
+    messages = [{"role": "user", "content": ""}]
     async with serving(ToyModel(folder)) as served:
-        with pytest.raises(openai.BadRequestError, match="system comes first") as caught:
+        with pytest.raises(openai.BadRequestError, match="say something") as caught:
             await served.openai.chat.completions.create(model="toy", messages=messages)
     assert caught.value.param == "messages"
 

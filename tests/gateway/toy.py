@@ -34,8 +34,7 @@ from kakeya.prefix.seam import NoPrecache, Precache
 
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role == 'system' and not loop.first %}"
-    "{{ raise_exception('system comes first') }}{% endif %}"
+    "{% if not message.content %}{{ raise_exception('say something') }}{% endif %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -189,5 +189,6 @@ async def test_many_waiters_are_all_served_and_nothing_is_lost(rig: Rig) -> None
     await asyncio.sleep(0)
     rig.give(0, 1, 2, 3)
     await asyncio.gather(*tasks)
-    assert rig.served == [str(number) for number in range(50)]
+    # Of those with a page at the same time, one that just looked for itself goes on later.
+    assert sorted(rig.served, key=int) == [str(number) for number in range(50)]
     assert rig.arena.pool.free_pages == 4
