@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -66,7 +65,6 @@ from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, 
 from kakeya.gateway.openai.responses.store import ResponseStore, StoredResponses
 from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
-from kakeya.gateway.reply import Reply
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.model import (
@@ -79,7 +77,6 @@ from kakeya.generation.model import (
 from kakeya.generation.request import Sampling
 from kakeya.prefix.seam import NoPrecache, Precache
 from kakeya.text.text import TextModel, Texts
-from kakeya.wire.security import CLIENT_NAME
 
 
 def build_app(
@@ -168,12 +165,9 @@ def build_app(
 def _dialects(generations: Generations, store: ResponseStore) -> list[Route]:
     """The routes of generations, but those of Ollama."""
 
-    def parse_stored(body: Mapping[str, object], headers: Headers) -> Reply:
-        return parse_response(body, store, headers.get(CLIENT_NAME, ""))
-
     chat = GenerationRoute(lambda body, _: parse_chat(body), generations)
     completion = GenerationRoute(lambda body, _: parse_completion(body), generations)
-    response = GenerationRoute(parse_stored, generations)
+    response = GenerationRoute(lambda body, share: parse_response(body, store, share), generations)
     message = GenerationRoute(lambda body, _: parse_message(body), generations)
     stored = StoredResponses(store)
     return [

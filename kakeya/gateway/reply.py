@@ -1,6 +1,6 @@
 """The form of an answer: each dialect reads a request and writes what comes of it.
 
-A dialect is a function from a body, and the headers that came with it, to a `Reply`. The gateway
+A dialect is a function from a body, and the share of its caller, to a `Reply`. The gateway
 decodes and hands the parts of the answers over as they settle; a reply only writes them. So a
 dialect knows no engine, and the gateway knows no dialect.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-from starlette.datastructures import Headers
 
 from kakeya.core.errors import KakeyaError
 from kakeya.gateway.answer import GeneratedAnswer, Part
@@ -84,5 +82,6 @@ class Reply(Protocol):
         ...
 
 
-Dialect = Callable[[Mapping[str, object], Headers], Reply]
-"""Reads a request. Raises InvalidArgument or Unsupported naming the parameter."""
+Dialect = Callable[[Mapping[str, object], str], Reply]
+"""Reads a request of a caller, named as by `share_of`. Raises InvalidArgument or Unsupported naming
+the parameter."""

@@ -31,19 +31,19 @@ class GenerationRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
-        headers = Headers(scope=scope)
+        headers, caller = Headers(scope=scope), client_of(scope)
+        share = share_of(caller, scope)
         reply, session = await read_request(
             scope,
             receive,
             generations.limits,
-            lambda body: (self._dialect(body, headers), session_of(body, headers)),
+            lambda body: (self._dialect(body, share), session_of(body, headers)),
         )
         asked = generations.settled(reply.asked, session, scope)
         params = asked.params
         note_left_out(scope, params.left_out)
-        caller = client_of(scope)
         model = generations.find(params.model, caller)
-        with generations.admitted(share_of(caller, scope), params.user):
+        with generations.admitted(share, params.user):
             async with generations.connection(
                 receive, send, model.waits_for, reply if params.stream else None
             ) as client:

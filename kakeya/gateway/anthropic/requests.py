@@ -27,7 +27,7 @@ from dataclasses import replace
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.anthropic.messages import read_messages
 from kakeya.gateway.anthropic.reply import MessageReply
-from kakeya.gateway.http.body import flag, refuse, shown, text
+from kakeya.gateway.http.body import flag, object_of, refuse, shown, text
 from kakeya.gateway.http.fields import (
     NoOps,
     integer_field,
@@ -90,7 +90,7 @@ def read_chat(body: Mapping[str, object]) -> ChatRequest:
     """Read a request for a message, or for the count of its tokens. Raises as `parse_message`."""
     refuse_unknown(body, MESSAGE, MESSAGE_NO_OPS)
     _TEMPERATURE.read(body)
-    config = _object(body, "output_config")
+    config = object_of(body, "output_config")
     tools, left_out = _tools(body.get("tools"))
     if body.get("context_management") is not None:
         left_out = (*left_out, "context_management is not applied: the whole prompt is read")
@@ -101,7 +101,7 @@ def read_chat(body: Mapping[str, object]) -> ChatRequest:
         params=replace(
             read_params(chats, max_tokens=_MAX_TOKENS.read(body)),
             stop=read_stops(body.get("stop_sequences"), "stop_sequences"),
-            user=_user(_object(body, "metadata").get("user_id")),
+            user=_user(object_of(body, "metadata").get("user_id")),
             left_out=left_out,
         ),
         chat=Chat(
@@ -116,13 +116,6 @@ def read_chat(body: Mapping[str, object]) -> ChatRequest:
     )
 
 
-def _object(body: Mapping[str, object], name: str) -> Mapping[str, object]:
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        refuse(name, value, "an object")
-    return value or {}
-
-
 def _user(value: object) -> str:
     return "" if value is None else read_user({"user": text(value, "metadata.user_id")})
 
@@ -130,7 +123,7 @@ def _user(value: object) -> str:
 def _template_args(
     body: Mapping[str, object], config: Mapping[str, object]
 ) -> Mapping[str, object]:
-    thinking, effort = _object(body, "thinking"), config.get("effort")
+    thinking, effort = object_of(body, "thinking"), config.get("effort")
     kind = thinking.get("type")
     if thinking and kind not in _THINKING:
         refuse("thinking.type", kind, f"one of {', '.join(_THINKING)}")

@@ -99,6 +99,14 @@ def flag(body: Mapping[str, object], name: str, prefix: str = "") -> bool:
     return value
 
 
+def object_of(body: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Read an object; absent is empty."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        refuse(name, value, "an object")
+    return value or {}
+
+
 def integer(
     body: Mapping[str, object], name: str, low: int, high: int, *, default: _Default
 ) -> int | _Default:

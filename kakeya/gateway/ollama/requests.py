@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.http.body import flag, integer, refuse, text
+from kakeya.gateway.http.body import flag, integer, object_of, refuse, text
 from kakeya.gateway.http.fields import (
     NoOps,
     flag_field,
@@ -156,10 +156,8 @@ def _load(params: GenerationParams, body: Mapping[str, object]) -> CompletionReq
 
 def _params(body: Mapping[str, object]) -> GenerationParams:
     check_keep_alive(body.get("keep_alive"))
-    options = body.get("options")
-    if options is not None and not isinstance(options, dict):
-        refuse("options", options, "an object")
-    options = {name: value for name, value in (options or {}).items() if value is not None}
+    given = object_of(body, "options")
+    options = {name: value for name, value in given.items() if value is not None}
     known = _SAMPLING | {"num_predict", "stop"} | _NOT_APPLIED.keys()
     refuse_unknown(options, known, _NO_OPS, "options.")
     asked = {name: value for name, value in options.items() if name in _SAMPLING}

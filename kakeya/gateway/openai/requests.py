@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.http.body import flag, integer, refuse, shown, text
+from kakeya.gateway.http.body import flag, integer, object_of, refuse, shown, text
 from kakeya.gateway.http.fields import (
     Field,
     NoOps,
@@ -203,10 +203,7 @@ def read_template_args(body: Mapping[str, object]) -> dict[str, object]:
 
     What a template calls thinking has two names; both are set.
     """
-    given = body.get("chat_template_kwargs")
-    if given is not None and not isinstance(given, dict):
-        refuse("chat_template_kwargs", given, "an object")
-    args: dict[str, object] = dict(given or {})
+    args = dict(object_of(body, "chat_template_kwargs"))
     effort = params.REASONING_EFFORT.read(body)
     if effort is not None:
         args["reasoning_effort"] = effort

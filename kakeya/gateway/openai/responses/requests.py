@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
-from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.http.body import flag, refuse, shown, text
+from kakeya.core.errors import Unsupported
+from kakeya.gateway.http.body import flag, object_of, refuse, shown, text
 from kakeya.gateway.http.fields import (
     NoOps,
     integer_field,
@@ -32,6 +33,7 @@ from kakeya.gateway.openai.generation_params import (
     MOST_INT,
     TEMPLATE_PARAMS,
 )
+from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.requests import (
     read_params,
     read_template_args,
@@ -71,7 +73,7 @@ _SUMMARIES = ("auto", "concise", "detailed", "none")
 def parse_response(
     body: Mapping[str, object], store: ResponseStore, client: str = ""
 ) -> ResponseReply:
-    """Read a request for a response, of a client by its name. Raises InvalidArgument or
+    """Read a request for a response, of a client as the store knows it. Raises InvalidArgument or
     Unsupported naming the parameter."""
     body = _sendable(body)
     if flag(body, "background"):
@@ -104,7 +106,7 @@ def parse_response(
         "background": False,
         "instructions": instructions,
         "max_output_tokens": max_tokens,
-        "metadata": _metadata(body),
+        "metadata": object_of(body, "metadata"),
         "parallel_tool_calls": asked.tool_choice.is_parallel,
         "previous_response_id": previous_id,
         "prompt_cache_key": body.get("prompt_cache_key"),
@@ -124,7 +126,7 @@ def parse_response(
             chat=asked,
             echo=echo,
             names=tools.names,
-            keep=(lambda made: store.keep(made, items, client)) if is_kept else None,
+            keep=partial(store.keep, asked=compact(items), client=client) if is_kept else None,
         )
     )
 
@@ -168,13 +170,6 @@ def _truncation(body: Mapping[str, object]) -> str:
     if value not in (None, "auto", "disabled"):
         refuse("truncation", value, '"auto" or "disabled"')
     return str(value or "disabled")
-
-
-def _metadata(body: Mapping[str, object]) -> Mapping[str, object]:
-    value = body.get("metadata")
-    if value is not None and not is_object(value):
-        raise InvalidArgument(f"metadata is {shown(value)}; it must be an object", param="metadata")
-    return value if isinstance(value, dict) else {}
 
 
 def _word(body: Mapping[str, object], name: str) -> str | None:

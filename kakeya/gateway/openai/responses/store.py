@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -16,9 +16,10 @@ from starlette.responses import Response
 
 from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
 from kakeya.core.units import format_bytes
+from kakeya.gateway.generation import client_of
 from kakeya.gateway.http.body import shown
 from kakeya.gateway.openai.reply import compact
-from kakeya.wire.security import CLIENT_NAME
+from kakeya.gateway.openai.share_params import share_of
 
 KEEP_S = 24 * 3600.0
 MOST_RESPONSES = 4096
@@ -37,17 +38,17 @@ class PreviousResponseNotFound(InvalidArgument):
 @dataclass(frozen=True, slots=True)
 class _Kept:
     body: bytes
-    items: bytes
+    asked: bytes
     client: str
     until_mono: float
 
     @property
     def size_bytes(self) -> int:
-        return len(self.body) + len(self.items)
+        return len(self.body) + len(self.asked)
 
 
 class ResponseStore:
-    """Responses by id. A client finds only its own."""
+    """Responses by id. A client, named as by `share_of`, finds only its own."""
 
     def __init__(
         self,
@@ -68,11 +69,10 @@ class ResponseStore:
         """Whether responses are kept."""
         return self._most_bytes > 0
 
-    def keep(self, body: Mapping[str, object], items: Sequence[object], client: str) -> None:
-        """Keep a response, and the items that it answers; one that is too large alone is not."""
-        output = body["output"]
-        assert isinstance(output, list)
-        made = _Kept(compact(body), compact([*items, *output]), client, self._mono() + KEEP_S)
+    def keep(self, body: Mapping[str, object], asked: bytes, client: str) -> None:
+        """Keep a response, and the items that it answers as JSON; one that is too large alone is
+        not."""
+        made = _Kept(compact(body), asked, client, self._mono() + KEEP_S)
         if made.size_bytes > self._most_bytes:
             return
         self._kept[str(body["id"])] = made
@@ -91,7 +91,7 @@ class ResponseStore:
                 "conversation as input",
                 param="previous_response_id",
             )
-        items: list[object] = json.loads(found.items)
+        items: list[object] = json.loads(found.asked) + json.loads(found.body)["output"]
         return items
 
     def body(self, response_id: str, client: str) -> bytes:
@@ -104,8 +104,8 @@ class ResponseStore:
 
     def delete(self, response_id: str, client: str) -> None:
         """Forget a response. Raises NotFound."""
-        self.size_bytes -= len(self.body(response_id, client))
-        self.size_bytes -= len(self._kept.pop(response_id).items)
+        self.body(response_id, client)
+        self.size_bytes -= self._kept.pop(response_id).size_bytes
 
     def _find(self, response_id: str, client: str) -> _Kept | None:
         found = self._kept.get(response_id)
@@ -146,4 +146,5 @@ class StoredResponses:
 
 
 def _asked(request: Request) -> tuple[str, str]:
-    return request.path_params["response_id"], request.headers.get(CLIENT_NAME, "")
+    scope = request.scope
+    return request.path_params["response_id"], share_of(client_of(scope), scope)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from kakeya.core.errors import NotFound
+from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.responses.store import (
     KEEP_S,
     PreviousResponseNotFound,
     ResponseStore,
+    StoredResponses,
 )
 
 ITEM = {"role": "user", "content": "hi"}
+ASKED = compact([ITEM])
 
 
 def response(name: object) -> dict:
@@ -34,7 +38,7 @@ def kept(store: ResponseStore, count: int) -> list[int]:
 def test_a_response_gives_its_items_to_its_client_for_a_day():
     now = [0.0]
     store = ResponseStore(most_bytes=1000, mono=lambda: now[0])
-    store.keep(response(1), [ITEM], "me")
+    store.keep(response(1), ASKED, "me")
     assert store.items("resp_1", "me") == [ITEM, *response(1)["output"]]
     with pytest.raises(PreviousResponseNotFound):
         store.items("resp_1", "another")
@@ -49,10 +53,10 @@ def test_a_response_gives_its_items_to_its_client_for_a_day():
 def test_the_newest_responses_that_fit_are_kept(most_bytes, most_responses, deletions):
     store = ResponseStore(most_bytes=most_bytes, mono=lambda: 0.0, most_responses=most_responses)
     alone = ResponseStore(most_bytes=10**6, mono=lambda: 0.0)
-    alone.keep(response(10), [ITEM], "me")
+    alone.keep(response(10), ASKED, "me")
     expected: list[int] = []
     for name, is_deleted in enumerate(deletions, 10):
-        store.keep(response(name), [ITEM], "me")
+        store.keep(response(name), ASKED, "me")
         if fitting := min(most_responses, most_bytes // alone.size_bytes):
             expected = [*expected, name][-fitting:]
         if is_deleted and expected:
@@ -63,8 +67,23 @@ def test_the_newest_responses_that_fit_are_kept(most_bytes, most_responses, dele
 
 def test_a_response_that_is_too_large_takes_no_others_place():
     store = ResponseStore(most_bytes=1000, mono=lambda: 0.0)
-    store.keep(response(1), [ITEM], "me")
+    store.keep(response(1), ASKED, "me")
     size_bytes = store.size_bytes
-    store.keep(response(2), [ITEM | {"content": "x" * 1000}], "me")
+    store.keep(response(2), compact([ITEM | {"content": "x" * 1000}]), "me")
     assert kept(store, 3) == [1]
     assert store.size_bytes == size_bytes
+
+
+async def test_clients_without_names_are_told_apart_by_their_machines():
+    store = ResponseStore(most_bytes=1000, mono=lambda: 0.0)
+    store.keep(response(1), ASKED, "192.0.2.1")
+
+    def asked(address: str) -> Request:
+        path = {"response_id": "resp_1"}
+        head = {"query_string": b"", "headers": [], "client": (address, 5), "path_params": path}
+        return Request({"type": "http", **head})
+
+    for act in (StoredResponses(store).show, StoredResponses(store).delete):
+        with pytest.raises(NotFound):
+            await act(asked("192.0.2.2"))
+    assert (await StoredResponses(store).show(asked("192.0.2.1"))).status_code == 200
