@@ -219,7 +219,7 @@ class EngineGuard:
         engine.guarded_bytes = occupied
         grown = engine.growth.see(occupied, self._clock.mono())
         if grown >= GROWTH_SHARE * allowance.lease_bytes and (why := allowance.excess(occupied)):
-            engine.killed = pid
+            engine.killed, engine.guarded_bytes = pid, 0
             # The loop is told first: it then knows the reason before it learns of the exit.
             tell(partial(self._tell_end, engine, pid, occupied, why))
             self._kill(pid)

@@ -24,8 +24,6 @@ from kakeya.wire.security import CLIENT_NAME
 
 _OPEN = frozenset({"/", "/health", "/healthz"})
 _SEES_ALL = "kakeya.sees_all"
-_MAPPED = "::ffff:"
-"""How a socket for IPv4 and IPv6 shows an address of IPv4."""
 
 
 class InvalidKey(Unauthenticated):
@@ -95,7 +93,7 @@ def _keys_of(headers: Headers) -> list[str]:
 
 def _is_local(scope: Scope) -> bool:
     """Whether the caller is a program of this machine; false without an address."""
-    host = (scope.get("client") or ("",))[0].lower().removeprefix(_MAPPED)
+    host = (scope.get("client") or ("",))[0].lower()
     return host != "localhost" and is_loopback_host(host)
 
 

@@ -9,7 +9,6 @@ an origin that the owner set.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 from kakeya.core import errors
-from kakeya.core.hosts import is_loopback_host
+from kakeya.core.hosts import is_loopback_host, plain_address
 
 _HOST = re.compile(
     r"(?:\[([0-9a-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+))(?::(\d{0,5}))?", re.ASCII | re.IGNORECASE
@@ -101,13 +100,6 @@ def _split_origin(origin: str) -> tuple[str, str, str]:
 def _is_same_address(host: str, own_address: str) -> bool:
     """Whether both are one IP address. A zone only says by which of our interfaces."""
     try:
-        return _address(host) == _address(own_address)
+        return plain_address(host) == plain_address(own_address)
     except ValueError:
         return False
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Without its zone; IPv4 as itself, also where a socket for both shows it as IPv6."""
-    address = ipaddress.ip_address(text.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address

@@ -137,8 +137,8 @@ class KeyRing:
     def __init__(self, folder: Path, mono: Callable[[], float]) -> None:
         self._folder = folder
         self._mono = mono
-        self._keys: tuple[ApiKey, ...] = ()
-        self._stamp: tuple[int, ...] = ()
+        self._read: tuple[tuple[int, ...], tuple[ApiKey, ...]] = ((), ())
+        """The stamp of the file and its keys: one value, since threads replace it."""
         self._looked_mono: float | None = None
 
     async def find(self, key: str) -> ApiKey | None:
@@ -152,7 +152,7 @@ class KeyRing:
     def _match(self, key: str) -> ApiKey | None:
         """Compare with every key, in a time that tells nothing of how much was right."""
         digest, found = _digest(key), None
-        for one in self._keys:
+        for one in self._read[1]:
             if hmac.compare_digest(digest, one.sha256):
                 found = one
         return found
@@ -163,14 +163,14 @@ class KeyRing:
         with contextlib.suppress(OSError):
             status = (self._folder / KEYS_FILE).stat()
             stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if stamp == self._stamp:
+        if stamp == self._read[0]:
             return
+        keys: tuple[ApiKey, ...] = ()
         try:
-            self._keys = read_keys(self._folder) if stamp else ()
+            keys = read_keys(self._folder) if stamp else ()
         except StoreFailed as fault:
-            self._keys = ()
             event(_log, "no API key counts", level=logging.ERROR, problem=fault.message)
-        self._stamp = stamp
+        self._read = (stamp, keys)
 
 
 def _digest(key: str) -> str:

@@ -32,6 +32,9 @@ LINGER_S = 5.0
 """How long bytes are still read behind a refusal: the system resets a connection that is closed
 before they are read, and the client loses the refusal."""
 _FORCED_S = 2.0
+_GOODBYE_S = 1.0
+"""How long a stop waits until an idle client of TLS answers the end of its connection: a program
+that keeps the connection for later reads nothing of it."""
 _PROXIES = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 """The proxies that are believed which client they speak for; no variable of the environment adds
 one, since a client that passes for one on this machine needs no API key."""
@@ -58,6 +61,12 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_whole()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close the connection, now or behind the answer to its request."""
+        super().shutdown()
+        if self.transport.is_closing() and self.transport.get_extra_info("ssl_object"):
+            self.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

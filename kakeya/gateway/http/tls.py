@@ -20,8 +20,6 @@ from kakeya.core.log import event
 _log = logging.getLogger(__name__)
 _HANDSHAKE = b"\x16"
 """The first byte of TLS (RFC 8446, 5.1); no method of HTTP begins with it."""
-_MAPPED = "::ffff:"
-"""How a socket for IPv4 and IPv6 shows an address of IPv4."""
 _NO_ROOM_S = 0.1
 MakeProtocol = Callable[[str], asyncio.Protocol]
 """Makes the protocol of a connection; it answers each request with the text, "" = serves it."""
@@ -40,9 +38,6 @@ class ServerTls:
         """`is_plain_open` lets other machines speak plain HTTP too. Raises ConfigError."""
         self._certificate, self._spare, self._key = certificate, spare, key
         self.is_plain_open = is_plain_open
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.set_alpn_protocols(["http/1.1"])
         self._shown: tuple[bytes, bytes] = (b"", b"")
         self.refresh()
 
@@ -54,9 +49,12 @@ class ServerTls:
         try:
             found = (certificate.read_bytes(), self._key.read_bytes())
             if found != self._shown:
-                # A pair that does not fit is refused here, and not shown to a caller.
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, self._key)
-                self.context.load_cert_chain(certificate, self._key)
+                # A new context: handshakes on the event loop may be reading the one of before.
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.minimum_version = ssl.TLSVersion.TLSv1_2
+                context.set_alpn_protocols(["http/1.1"])
+                context.load_cert_chain(certificate, self._key)
+                self._context = context
         except (OSError, ssl.SSLError) as problem:
             raise ConfigError(
                 f"the certificate {certificate} and the key {self._key} cannot be used for HTTPS: "
@@ -83,12 +81,12 @@ class ServerTls:
         try:
             first = await _first_byte(connection, limit_s)
             is_tls = first == _HANDSHAKE
-            is_plain_fine = self.is_plain_open or is_loopback_host(host.removeprefix(_MAPPED))
+            is_plain_fine = self.is_plain_open or is_loopback_host(host)
             # From here on the transport closes the socket.
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: make("" if is_tls or is_plain_fine else SPEAK_TLS),
                 connection,
-                ssl=self.context if is_tls else None,
+                ssl=self._context if is_tls else None,
                 ssl_handshake_timeout=limit_s if is_tls else None,
             )
         except (OSError, TimeoutError) as left:  # an ssl.SSLError is an OSError

@@ -352,6 +352,8 @@ class PressureMonitor:
         self._poll_s = poll_s
         self._is_short = is_short
         self._answer_s = answer_s
+        self._wait_s = answer_s
+        """The time that a poll waits for answers: the first one has no earlier opinions to tell."""
         self._wake = asyncio.Event()
 
     def poll_now(self) -> None:
@@ -378,9 +380,8 @@ class PressureMonitor:
         """Read all sources once, and tell."""
         if self._sources:
             asked = [one.ask(self._clock.mono()) for one in self._sources]
-            is_first = any(one.last is None and not one.is_silent for one in self._sources)
-            wait_s = self._answer_s if is_first else min(MIN_POLL_S, self._answer_s)
-            await asyncio.wait(asked, timeout=wait_s)
+            await asyncio.wait(asked, timeout=self._wait_s)
+            self._wait_s = min(MIN_POLL_S, self._answer_s)
         now = self._clock.mono()
         opinions = [one.hear(now, self._answer_s) for one in self._sources]
         self._tell(worst([opinion for opinion in opinions if opinion is not None]))

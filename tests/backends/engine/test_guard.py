@@ -144,6 +144,13 @@ async def test_the_process_is_signalled_at_once_and_only_once() -> None:
     assert why.startswith("grew to 1.4 KiB")
 
 
+async def test_a_killed_engine_is_not_ended_again_for_its_silence() -> None:
+    here = Guarded(500, 1000)
+    here.is_alive = False
+    (why,) = await here.grow(600, 1400)
+    assert await here.ask() == [why]
+
+
 async def test_a_larger_lease_counts_before_the_engine_learns_of_it() -> None:
     here = Guarded(500, 1000)
     here.watched.lease.count(800)

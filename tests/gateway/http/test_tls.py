@@ -18,7 +18,7 @@ import trustme
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.gateway.app import build_app
-from kakeya.gateway.http.server import serve_http
+from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.gateway.http.tls import SPEAK_TLS, ServerTls
 from tests.gateway.toy import Directory, Router, ToyModel, make_folder
 
@@ -48,6 +48,14 @@ def trusting() -> ssl.SSLContext:
 
 @asynccontextmanager
 async def listening(folder: Path, tls: ServerTls, head_s: float = 5.0) -> AsyncIterator[int]:
+    async with serving(folder, tls, head_s) as (_, port):
+        yield port
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, tls: ServerTls, head_s: float = 5.0
+) -> AsyncIterator[tuple[HttpServer, int]]:
     app = build_app(
         Directory(ToyModel(folder)),
         Router(),
@@ -57,8 +65,8 @@ async def listening(folder: Path, tls: ServerTls, head_s: float = 5.0) -> AsyncI
     )
     sock = socket.create_server(("0.0.0.0", 0))
     port = sock.getsockname()[1]
-    async with serve_http(app, sock, tls=tls, head_s=head_s):
-        yield port
+    async with serve_http(app, sock, tls=tls, head_s=head_s) as server:
+        yield server, port
 
 
 async def open_pem(pem: Path, *, is_plain_open: bool = False) -> ServerTls:
@@ -147,6 +155,25 @@ async def test_connections_that_say_nothing_or_nonsense_stop_nobody(tmp_path, pe
                 await reader.read()
         for writer in talks:
             writer.transport.abort()
+
+
+async def test_an_idle_client_of_tls_holds_up_no_stop(tmp_path, pem):
+    """It keeps its connection for later requests, and so reads nothing of the end."""
+    folder = await to_thread(make_folder, tmp_path)
+    tls = await open_pem(pem)
+    async with serving(folder, tls) as (server, port):
+        talk = await to_thread(ask_and_keep, port)
+        async with asyncio.timeout(20):
+            await server.stop(300)
+        talk.close()
+
+
+def ask_and_keep(port: int) -> ssl.SSLSocket:
+    raw = socket.create_connection(("127.0.0.1", port))
+    talk = trusting().wrap_socket(raw, server_hostname="localhost")
+    talk.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert talk.recv(1000).startswith(b"HTTP/1.1 200")
+    return talk
 
 
 def test_a_spare_is_shown_while_the_certificate_is_not_there(pem: Path) -> None:

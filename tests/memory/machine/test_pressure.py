@@ -312,6 +312,23 @@ async def test_a_source_that_hangs_is_silent_is_not_asked_again_and_holds_up_no_
     assert told[-1] == told[0]
 
 
+async def test_beside_a_source_of_no_opinion_one_that_hangs_holds_up_no_other() -> None:
+    """A host that has told no level has no opinion, for as long as the node lives."""
+    told: list[Reading] = []
+    box, host = Box(NOMINAL), DispatchedPressure(mono=ManualClock().mono)
+    watch = PressureMonitor(
+        [Frozen(), KernelLevel(box), host],  # type: ignore[arg-type]
+        tell=told.append,
+        clock=ManualClock(),
+        answer_s=300.0,
+    )
+    await watch.poll()
+    async with asyncio.timeout(60):
+        box.value = CRITICAL
+        await watch.poll()
+    assert told[-1].level is CRITICAL
+
+
 async def test_a_source_that_was_never_read_has_no_opinion() -> None:
     told: list[Reading] = []
     box = Box(errors.PeerUnavailable("there is none"))
