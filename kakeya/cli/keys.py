@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -20,8 +21,8 @@ from kakeya.core.host import host_label
 from kakeya.core.settings import is_loopback, split_address
 from kakeya.gateway.http.keys import KeyRole, add_key, read_keys, remove_key
 from kakeya.node.datadir import find_running
+from kakeya.wire.server.config import ListenConfig
 
-_PORT = 8210
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int | None:
             fields = {"name": options.name, "role": options.role, "key": key}
             _show(fields, key, as_json=options.json)
             if not options.json:  # beside stdout, which a script keeps
-                said = f"the key of {options.name}, shown this once; {_how_to_use(folder)}"
+                said = f"the key of {options.name}, shown this once; {_how_to_use(folder, options.data_dir)}"
                 print(said, file=sys.stderr)
         case "remove":
             remove_key(folder, options.name)
@@ -73,11 +74,15 @@ def run(options: argparse.Namespace) -> int | None:
     return 0
 
 
-def _authority(folder: Path) -> str:
+def _authority_file(folder: Path) -> Path:
     # Imported here: X.509 takes longer to import than `kakeya status` to answer.
     from kakeya.fleet.identity.identity import AUTHORITY, FOLDER
 
-    path = folder / FOLDER / AUTHORITY
+    return folder / FOLDER / AUTHORITY
+
+
+def _authority(folder: Path) -> str:
+    path = _authority_file(folder)
     try:
         return path.read_text("ascii")
     except OSError as problem:
@@ -87,21 +92,27 @@ def _authority(folder: Path) -> str:
         ) from problem
 
 
-def _how_to_use(folder: Path) -> str:
-    """The lines by which a laptop uses the node of a folder."""
+def _how_to_use(folder: Path, named: str) -> str:
+    """The lines by which a laptop uses the node of a folder, and what that node lacks for it.
+
+    `named` is the folder as the command line gave it, "" = it is the usual one.
+    """
     running = find_running(folder)
-    address = running.http if running else ""
-    if not address or is_loopback(address):
-        port = split_address(address)[1] if address else _PORT
-        now = "the node listens" if address else "no node runs, and one listens"
-        return (
-            f"{now} on this machine alone unless started with --http 0.0.0.0:{port}; here a "
-            "program may send the key as Authorization: Bearer KEY"
-        )
+    address = running.http if running else ListenConfig().http
+    # From a clone, no shell that ssh begins finds the program by its name.
+    program = [str(Path(sys.executable).with_name("kakeya")), "ca"]
+    command = shlex.join([*program, *(["--data-dir", str(folder.resolve())] if named else [])])
     host, port = f"{host_label()}.local", split_address(address)[1]
+    lacks = []
+    if not _authority_file(folder).exists():
+        lacks.append("start a fleet with kakeya init, or join one")
+    if is_loopback(address):
+        lacks.append(
+            f"start the node with --http 0.0.0.0:{port}, else it serves this machine alone"
+        )
     return (
-        f"on the other machine:\n"
-        f"  ssh {host} kakeya ca > kakeya-ca.pem\n"
+        "".join(f"{step}; " for step in lacks) + f"on the other machine:\n"
+        f"  ssh {host} {command} > kakeya-ca.pem\n"
         f"  export OPENAI_BASE_URL=https://{host}:{port}/v1 OPENAI_API_KEY=KEY\n"
         "  export SSL_CERT_FILE=$PWD/kakeya-ca.pem       # Python\n"
         "  export NODE_EXTRA_CA_CERTS=$PWD/kakeya-ca.pem # Node\n"

@@ -61,15 +61,17 @@ def test_the_authority_is_printed_as_it_is(
 @pytest.mark.parametrize(
     ("http", "words"),
     [
-        ("127.0.0.1:8211", ("--http 0.0.0.0:8211",)),
-        ("0.0.0.0:8211", (".local:8211/v1", "kakeya ca", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")),
+        ("", ("kakeya init", "--http 0.0.0.0:8210", ".local:8210/v1")),
+        ("127.0.0.1:8211", ("--http 0.0.0.0:8211", ".local:8211/v1")),
+        ("0.0.0.0:8211", (".local:8211/v1", "/kakeya ca", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")),
     ],
 )
 def test_a_new_key_comes_with_the_lines_for_the_other_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], http: str, words: tuple[str, ...]
 ) -> None:
     with DataDir(tmp_path) as home:
-        home.write_run(RunInfo(pid=os.getpid(), node_id="n", grpc="127.0.0.1:1", http=http))
+        if http:
+            home.write_run(RunInfo(pid=os.getpid(), node_id="n", grpc="127.0.0.1:1", http=http))
         assert main(["key", "add", "laptop", "--data-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert [word for word in words if word not in said] == []
