@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int | None:
             fields = {"name": options.name, "role": options.role, "key": key}
             _show(fields, key, as_json=options.json)
             if not options.json:  # beside stdout, which a script keeps
-                said = f"the key of {options.name}, shown this once; {_how_to_use(folder, options.data_dir)}"
-                print(said, file=sys.stderr)
+                steps = _how_to_use(folder, options.data_dir)
+                print(f"the key of {options.name}, shown this once; {steps}", file=sys.stderr)
         case "remove":
             remove_key(folder, options.name)
             said = f"the key of {options.name} is removed; a running node refuses it within 1 s"

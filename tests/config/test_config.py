@@ -15,7 +15,7 @@ from kakeya.fleet.gossip.targets import DEFAULT_FANOUT
 from kakeya.generation.spec import ModelRole
 from kakeya.memory.pages.content import Fit, PageConfig
 
-README = Path(__file__).parents[2] / "README.md"
+LIST = Path(__file__).parents[2] / "docs" / "settings.md"
 
 
 def test_without_anything_the_embedded_model_and_ngram_run_on_loopback() -> None:
@@ -250,7 +250,7 @@ def test_names_follow_from_the_field() -> None:
         assert (SETTINGS[key].flag, SETTINGS[key].variable) == (flag, variable)
 
 
-def test_the_readme_lists_all_keys() -> None:
-    listed = re.findall(r"^\[(\w+)\] +# (.+)$", README.read_text(), re.MULTILINE)
+def test_the_list_of_settings_has_all_keys() -> None:
+    listed = re.findall(r"^\[(\w+)\] +# (.+)$", LIST.read_text(), re.MULTILINE)
     keys = {f"{section}.{name}" for section, names in listed for name in names.split(", ")}
     assert keys == set(SETTINGS)
