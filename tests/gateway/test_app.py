@@ -333,9 +333,9 @@ async def test_a_text_far_beyond_the_context_is_refused_by_its_length(folder):
 
 
 async def test_a_template_that_refuses_is_quoted(folder):
-    messages = [{"role": "user", "content": ""}]
+    messages = [{"role": "user", "content": "refuse"}]
     async with serving(ToyModel(folder)) as served:
-        with pytest.raises(openai.BadRequestError, match="say something") as caught:
+        with pytest.raises(openai.BadRequestError, match="as you say") as caught:
             await served.openai.chat.completions.create(model="toy", messages=messages)
     assert caught.value.param == "messages"
 

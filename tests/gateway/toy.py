@@ -34,7 +34,7 @@ from kakeya.prefix.seam import NoPrecache, Precache
 
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if not message.content %}{{ raise_exception('say something') }}{% endif %}"
+    "{% if message.content == 'refuse' %}{{ raise_exception('as you say') }}{% endif %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
