@@ -16,7 +16,8 @@ Nothing is ignored in silence.
     accepted      a parameter that is absent, null, or has a value that changes nothing
                   (`CHAT_NO_OPS`); values that mean "off": seed, top_k and max_tokens -1, top_p 0,
                   an empty stop
-    refused       everything else: 400, code unsupported_parameter
+    refused       everything else: 400, code unsupported_parameter; of completions best_of, unless
+                  it is n, and echo
 
 Messages are read by `messages`, tools and schemas by `tools`.
 """
@@ -60,8 +61,6 @@ COMPLETION_MAX_TOKENS = 16
 """Of /v1/completions when `max_tokens` is absent; a chat goes on to the end of the context."""
 
 CHAT_NO_OPS: NoOps = {
-    "best_of": is_one_of(1),
-    "echo": is_one_of(False),
     "suffix": is_one_of(""),
     "store": is_one_of(False),
     # A label of the request: never changes the output.
@@ -70,6 +69,9 @@ CHAT_NO_OPS: NoOps = {
     "modalities": is_one_of(["text"]),
     "verbosity": is_one_of("medium"),
     "function_call": is_one_of("none", "auto"),
+    # Of completions; front ends send them with chats too.
+    "best_of": is_one_of(1),
+    "echo": is_one_of(False),
     # The values at which llama.cpp's and vLLM's parameters do nothing.
     "typical_p": is_one_of(1, 1.0),
     "tfs_z": is_one_of(1, 1.0),
@@ -115,6 +117,26 @@ def _token_id(value: object, at: str) -> int:
     return value
 
 
+def _check_echo(value: object) -> None:
+    if value is not None and value is not False:
+        raise Unsupported(
+            f"echo={shown(value)} is not supported: an answer is what follows the prompt, which "
+            "its caller has; leave it out",
+            param="echo",
+        )
+
+
+def _check_best_of(body: Mapping[str, object]) -> None:
+    rows = params.ROWS.read(body) or 1
+    value = integer(body, "best_of", 1, params.MAX_ROWS, default=rows)
+    if value != rows:
+        raise Unsupported(
+            f"best_of={value} with n={rows} is not supported: every answer that is generated is "
+            f"returned; give n={value} and choose among them",
+            param="best_of",
+        )
+
+
 def _top_of_completion(body: Mapping[str, object]) -> int | None:
     is_off = body.get("logprobs") is False
     return None if is_off else integer(body, "logprobs", 0, MOST_TOP_LOGPROBS, default=None)
@@ -138,6 +160,10 @@ _COMPLETION_LOGPROBS = Field(
     _top_of_completion,
     {"anyOf": [{"const": False}, {"type": "integer", "minimum": 0, "maximum": MOST_TOP_LOGPROBS}]},
 )
+_ECHO = value_field("echo", _check_echo, {"const": False})
+_BEST_OF = Field(
+    "best_of", _check_best_of, {"type": "integer", "minimum": 1, "maximum": params.MAX_ROWS}
+)
 _SHARED = params.GENERATION_PARAMS | table(params.MAX_TOKENS, params.ROWS, _INCLUDE_USAGE)
 CHAT = (
     _SHARED
@@ -146,7 +172,7 @@ CHAT = (
     | TOOL_PARAMS
     | params.TEMPLATE_PARAMS
 )
-COMPLETION = _SHARED | table(PROMPTS, STABLE_TOKENS, _COMPLETION_LOGPROBS)
+COMPLETION = _SHARED | table(PROMPTS, STABLE_TOKENS, _COMPLETION_LOGPROBS, _ECHO, _BEST_OF)
 
 
 def parse_chat(body: Mapping[str, object]) -> ChatReply:
@@ -173,6 +199,8 @@ def parse_chat(body: Mapping[str, object]) -> ChatReply:
 def parse_completion(body: Mapping[str, object]) -> CompletionReply:
     """Read a completion request. Raises InvalidArgument or Unsupported naming the parameter."""
     refuse_unknown(body, COMPLETION, CHAT_NO_OPS)
+    _ECHO.read(body)
+    _BEST_OF.read(body)
     asked = CompletionRequest(
         params=read_params(
             body,

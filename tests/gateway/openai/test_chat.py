@@ -99,6 +99,19 @@ async def test_a_list_of_prompts_gives_an_answer_to_each_in_order(folder):
     assert seeds == [1, 2, 1, 2], "an answer does not depend on the prompts beside its own"
 
 
+async def test_a_completion_takes_what_its_answers_are_anyway(folder):
+    async with serving(ToyModel(folder, script="hello")) as served:
+        for neutral in ({"best_of": 1, "echo": False}, {"best_of": 2, "n": 2}, {"best_of": None}):
+            answer = await served.openai.completions.create(model="toy", prompt="a", **neutral)
+            assert [choice.text for choice in answer.choices] == ["hello"] * neutral.get("n", 1)
+        for asked, said in (
+            ({"best_of": 3, "n": 2}, "best_of=3 with n=2 .* give n=3"),
+            ({"echo": True}, "echo=true .* leave it out"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=said):
+                await served.openai.completions.create(model="toy", prompt="a", **asked)
+
+
 async def test_the_failure_of_one_answer_ends_all_of_them(folder):
     model = ToyModel(folder, fail_after=2, pace=Pace(step_s=0.001))
     async with serving(model) as served:
