@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Literal, assert_never
 
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, TokenLogprob, Tokens, Usage
@@ -31,9 +31,6 @@ class ToolCall:
     call_id: str
 
 
-Part = Said | Thought | ToolCall
-
-
 @dataclass(frozen=True, slots=True)
 class ShownLogprob:
     """A token of an answer as text and bytes, and its logarithm of probability; `top` are the
@@ -43,6 +40,20 @@ class ShownLogprob:
     raw: bytes
     logprob: float
     top: tuple[ShownLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaidTokens(Said):
+    """Text of an answer whose logprobs were asked for, with the tokens that settled it.
+
+    A token whose text is held back, since it may begin a mark or a stop string, comes with the text
+    that it is found to be. Tokens of thoughts and of calls come with no text.
+    """
+
+    logprobs: tuple[ShownLogprob, ...]
+
+
+Part = Said | Thought | ToolCall
 
 
 class GeneratedAnswer:
@@ -82,6 +93,8 @@ class GeneratedAnswer:
         self.calls: list[ToolCall] = []
         self._parts: list[Part] = []
         self._logprobs: list[ShownLogprob] = []
+        self._unsettled: list[ShownLogprob] = []  # of text that is in no part yet
+        self._is_told = False  # whether tokens come with their logprobs
 
     @property
     def reasoning_tokens(self) -> int:
@@ -107,11 +120,15 @@ class GeneratedAnswer:
     def parts(self) -> Sequence[Part]:
         """The parts so far, in their order; neighbours of one kind of text are one."""
         whole: list[Part] = []
-        for kind, found in groupby(self._parts, type):
+        for kind, group in groupby(self._parts, type):
+            found = list(group)
+            text = "".join(part.text for part in found if not isinstance(part, ToolCall))
             if kind is ToolCall:
                 whole += found
+            elif kind is SaidTokens:
+                told = [part.logprobs for part in found if isinstance(part, SaidTokens)]
+                whole.append(SaidTokens(text, tuple(chain.from_iterable(told))))
             else:
-                text = "".join(part.text for part in found if not isinstance(part, ToolCall))
                 whole.append(Thought(text) if kind is Thought else Said(text))
         return whole
 
@@ -119,14 +136,16 @@ class GeneratedAnswer:
         """Take the next frame; returns the parts that it adds, none of them empty."""
         match frame:
             case Tokens():
-                return self._add_told(frame) if frame.logprobs else self._add(frame.token_ids)
+                parts = self._add_told(frame) if frame.logprobs else self._add(frame.token_ids)
             case Progress():
                 self.cached_tokens = frame.cached_tokens
                 return ()
             case Done():
-                return self._end(frame)
+                parts = self._end(frame)
             case _:
                 assert_never(frame)
+        self._parts += parts
+        return parts
 
     def take_logprobs(self) -> list[ShownLogprob]:
         """The tokens since the last time, with their logprobs if these were asked for."""
@@ -135,15 +154,42 @@ class GeneratedAnswer:
 
     def _add_told(self, frame: Tokens) -> Sequence[Part]:
         """Add tokens that come with their logprobs, of which those of the answer are kept."""
-        before = self.completion_tokens
-        parts = self._add(frame.token_ids)
-        taken = frame.token_ids[: self.completion_tokens - before]
-        self._logprobs += [
-            self._shown(token_id, found)
-            for token_id, found in zip(taken, frame.logprobs, strict=False)
-            if token_id not in self._stop_token_ids
-        ]
+        self._is_told = True
+        parts: list[Part] = []
+        for token_id, found in zip(frame.token_ids, frame.logprobs, strict=True):
+            thought_before = self.reasoning_tokens
+            added = self._add((token_id,))
+            if token_id not in self._stop_token_ids:
+                shown = self._shown(token_id, found)
+                self._logprobs.append(shown)
+                if self.reasoning_tokens == thought_before:
+                    self._unsettled.append(shown)
+                else:
+                    self._unsettled.clear()
+            parts += self._with_tokens(added)
+            if self.finish_reason is not None:
+                break
         return parts
+
+    def _with_tokens(self, parts: Sequence[Part]) -> list[Part]:
+        told: list[Part] = []
+        for part in parts:
+            if isinstance(part, Said):
+                told.append(SaidTokens(part.text, self._settled_by(part.text)))
+            else:
+                told.append(part)
+                self._unsettled.clear()
+        return told
+
+    def _settled_by(self, text: str) -> tuple[ShownLogprob, ...]:
+        """Take the tokens up to the end of a text, which blanks that are not shown may precede."""
+        wanted, raw, count = text.encode(), b"", 0
+        while count < len(self._unsettled) and wanted not in raw:
+            raw += self._unsettled[count].raw
+            count += 1
+        taken = tuple(self._unsettled[:count])
+        del self._unsettled[:count]
+        return taken
 
     def _add(self, token_ids: tuple[int, ...]) -> Sequence[Part]:
         if self._stops is None and self._reader is None:
@@ -152,8 +198,7 @@ class GeneratedAnswer:
             text = self._detokenizer.feed(token_ids[:-1] if is_stopped else token_ids)
             if not text:
                 return ()
-            self._parts.append(said := Said(text))
-            return (said,)
+            return (Said(text),)
         parts: list[Part] = []
         # One by one: tokens that a step committed behind a stop string or the last call are no part
         # of the answer, and thoughts are counted.
@@ -194,7 +239,6 @@ class GeneratedAnswer:
                     parts.append(call)
                     if self._has_one_call:
                         self.finish_reason = "tool_calls"
-        self._parts += parts
         return parts
 
     def _end(self, done: Done) -> Sequence[Part]:
@@ -210,7 +254,7 @@ class GeneratedAnswer:
         parts = [*self._read(rest), *self._read_rest()]
         is_called = reason == "stop" and self.calls
         self.finish_reason = "tool_calls" if is_called else reason
-        return parts
+        return self._with_tokens(parts) if self._is_told else parts
 
     def _shown(self, token_id: int, found: TokenLogprob) -> ShownLogprob:
         top = tuple(self._token(one, logprob) for one, logprob in found.top)

@@ -27,7 +27,16 @@ from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.server import serve_http
 from kakeya.generation.facts import DraftModelState, EngineStats, ModelFacts, ModelState
-from kakeya.generation.frames import Done, Frame, Progress, SourceUsage, StopReason, Tokens, Usage
+from kakeya.generation.frames import (
+    Done,
+    Frame,
+    Progress,
+    SourceUsage,
+    StopReason,
+    TokenLogprob,
+    Tokens,
+    Usage,
+)
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, DraftSource
 from kakeya.prefix.seam import NoPrecache, Precache
@@ -79,7 +88,8 @@ class ToyModel:
     """Says `script` and then the stop token, or, without a script, noise keyed by (seed, position).
 
     `open` counts running decodes; `closed` is set whenever one is closed; `fail_after` raises
-    PeerUnavailable behind so many tokens.
+    PeerUnavailable behind so many tokens. The logprob of each token is -0.5, and the
+    likeliest ones in its place are itself.
     """
 
     folder: Path
@@ -152,7 +162,14 @@ class ToyModel:
                     reason = StopReason.STOP_TOKEN
                     step = step if self.commits_stop_token else step[:-1]
                 if step:
-                    yield Tokens(token_ids=step)
+                    top = request.top_logprobs
+                    told = () if top is None else step
+                    yield Tokens(
+                        token_ids=step,
+                        logprobs=tuple(
+                            TokenLogprob(logprob=-0.5, top=((one, -0.5),) * top) for one in told
+                        ),
+                    )
                 if reason is StopReason.STOP_TOKEN:
                     break
             yield Done(reason=reason, usage=_usage(total, said))

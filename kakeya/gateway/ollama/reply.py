@@ -16,7 +16,7 @@ from typing import ClassVar
 from kakeya.core.errors import KakeyaError
 from kakeya.gateway.answer import GeneratedAnswer, Part, ToolCall
 from kakeya.gateway.http.edge import envelope
-from kakeya.gateway.openai.reply import compact, token_body
+from kakeya.gateway.openai.reply import compact, logprob_bodies
 from kakeya.gateway.reply import LINE_STREAM, AnswerHead
 from kakeya.gateway.request import ChatRequest, CompletionRequest
 from kakeya.text.tools.answer import Thought
@@ -108,11 +108,7 @@ class _Lines:
 
     def _logprobs(self, answer: GeneratedAnswer) -> dict[str, object]:
         tokens = answer.take_logprobs() if self._has_logprobs else []
-        shown = [
-            token_body(one) | {"top_logprobs": [token_body(top) for top in one.top]}
-            for one in tokens
-        ]
-        return {"logprobs": shown} if shown else {}
+        return {"logprobs": logprob_bodies(tokens)} if tokens else {}
 
 
 class ChatLines(_Lines):

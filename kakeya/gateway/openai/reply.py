@@ -202,11 +202,7 @@ class ChatReply(_ChunkReply[ChatRequest]):
         tokens = answer.take_logprobs() if self._has_logprobs else []
         if not tokens:
             return None
-        content = [
-            token_body(one) | {"top_logprobs": [token_body(top) for top in one.top]}
-            for one in tokens
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": logprob_bodies(tokens), "refusal": None}
 
 
 class CompletionReply(_ChunkReply[CompletionRequest]):
@@ -291,6 +287,12 @@ def _call(call: ToolCall) -> dict[str, object]:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def token_body(one: ShownLogprob) -> dict[str, object]:
-    """A token and its logprob, without the likeliest ones in its place."""
+def logprob_bodies(tokens: Sequence[ShownLogprob]) -> list[dict[str, object]]:
+    """Tokens with their logprobs, each with the likeliest ones in its place."""
+    return [
+        _token_body(one) | {"top_logprobs": [_token_body(top) for top in one.top]} for one in tokens
+    ]
+
+
+def _token_body(one: ShownLogprob) -> dict[str, object]:
     return {"token": one.text, "logprob": one.logprob, "bytes": list(one.raw)}

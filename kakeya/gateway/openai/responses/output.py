@@ -1,7 +1,7 @@
 """The items of one answer, and the events of a stream that tell of them.
 
     reasoning       thoughts, as reasoning_text
-    message         text, as output_text
+    message         text, as output_text; its tokens with their logprobs, where these were asked for
     function_call   a call; its arguments come in one delta
 
 One item is open at a time. An answer that is sent whole is built by the same steps, so both forms
@@ -10,12 +10,12 @@ hold the same items.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Literal
 
-from kakeya.gateway.answer import Part, ToolCall
-from kakeya.gateway.openai.reply import compact
+from kakeya.gateway.answer import Part, SaidTokens, ToolCall
+from kakeya.gateway.openai.reply import compact, logprob_bodies
 from kakeya.gateway.openai.responses.tools import FunctionName
 from kakeya.text.tools.answer import Said
 
@@ -43,6 +43,7 @@ class OutputItems:
         self._names = names
         self._open: _Kind | None = None
         self._texts: list[str] = []
+        self._logprobs: list[dict[str, object]] = []
         self._delta = b""
 
     def take(self, part: Part) -> bytes:
@@ -52,6 +53,11 @@ class OutputItems:
         kind: _Kind = "message" if isinstance(part, Said) else "reasoning"
         opened = b"" if self._open == kind else self._close("completed") + self._begin(kind)
         self._texts.append(part.text)
+        if isinstance(part, SaidTokens):
+            told = logprob_bodies(part.logprobs)
+            self._logprobs += told
+            kind_of_event = "response.output_text.delta"
+            return opened + self._content_event(kind_of_event, delta=part.text, logprobs=told)
         return opened + self._text_delta(part.text)
 
     def finish(self, status: ItemStatus) -> bytes:
@@ -65,7 +71,7 @@ class OutputItems:
         return self._close(status)
 
     def _begin(self, kind: _Kind) -> bytes:
-        self._open, self._texts = kind, []
+        self._open, self._texts, self._logprobs = kind, [], []
         own: dict[str, object] = {"role": "assistant"} if kind == "message" else {"summary": []}
         added = self._add({"type": kind, "status": "in_progress", **own, "content": []})
         self._delta = self._delta_head()
@@ -77,7 +83,7 @@ class OutputItems:
             return b""
         text = "".join(self._texts)
         done = f"response.{_CONTENT[kind]}.done"
-        events = self._content_event(done, text=text, **self._logprobs())
+        events = self._content_event(done, text=text, **self._told(self._logprobs))
         events += self._content_event("response.content_part.done", part=self._part(text))
         self._open = None
         return events + self._done({"content": [self._part(text)], "status": status})
@@ -110,7 +116,7 @@ class OutputItems:
     def _part(self, text: str) -> dict[str, object]:
         if self.items[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
 
     def _place(self) -> dict[str, object]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
@@ -125,13 +131,13 @@ class OutputItems:
         number, self.next_number = self.next_number, self.next_number + 1
         return numbered_event(number, kind, **fields)
 
-    def _logprobs(self) -> dict[str, object]:
-        return {"logprobs": []} if self._open == "message" else {}
+    def _told(self, logprobs: Sequence[object]) -> dict[str, object]:
+        return {"logprobs": logprobs} if self._open == "message" else {}
 
     def _delta_head(self) -> bytes:
         """The constant beginning of the deltas of one item, up to the text itself."""
         kind = f"response.{_CONTENT[str(self._open)]}.delta"
-        head = compact({"type": kind, **self._place(), "content_index": 0, **self._logprobs()})
+        head = compact({"type": kind, **self._place(), "content_index": 0, **self._told(())})
         return b"event: " + kind.encode() + b"\ndata: " + head[:-1] + b',"delta":'
 
     def _text_delta(self, text: str) -> bytes:

@@ -2,10 +2,11 @@
 
 honoured     model, input, instructions, previous_response_id, store, tools, tool_choice,
              parallel_tool_calls, text.format, reasoning.effort, max_output_tokens, temperature,
-             top_p, stream, and what `read_params` reads in all of OpenAI's dialect
+             top_p, stream, include of "message.output_text.logprobs" with top_logprobs, and what
+             `read_params` reads in all of OpenAI's dialect
 repeated     metadata, truncation, user and what else OpenAI's response repeats
-without use  include: of what is told here, all is; reasoning.summary: thoughts come whole;
-             client_metadata and others of `RESPONSE_NO_OPS`
+without use  include of all else: of what is told here, all is; reasoning.summary: thoughts come
+             whole; client_metadata and others of `RESPONSE_NO_OPS`
 refused      everything else: 400, code unsupported_parameter
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from kakeya.core.errors import Unsupported
+from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, object_of, refuse, shown, text
 from kakeya.gateway.http.fields import (
     NoOps,
@@ -32,6 +33,7 @@ from kakeya.gateway.openai.generation_params import (
     GENERATION_PARAMS,
     MOST_INT,
     TEMPLATE_PARAMS,
+    TOP_LOGPROBS,
 )
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.requests import (
@@ -49,7 +51,7 @@ _MAX_TOKENS = integer_field("max_output_tokens", 1, MOST_INT)
 RESPONSE = (
     GENERATION_PARAMS
     | TEMPLATE_PARAMS
-    | table(_MAX_TOKENS)
+    | table(_MAX_TOKENS, TOP_LOGPROBS)
     | opaque("input", "instructions", "previous_response_id", "store", "include", "metadata")
     | opaque("truncation", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning")
 )
@@ -57,15 +59,15 @@ RESPONSE_NO_OPS: NoOps = {
     "client_metadata": is_object,
     # Of hosted tools, which there are none of.
     "max_tool_calls": lambda given: type(given) is int and given > 0,
-    "top_logprobs": is_one_of(0),
     "stream_options": is_object,
     "context_management": is_one_of([]),
     "background": is_one_of(False),
 }
+_LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = frozenset(
     {"file_search_call.results", "web_search_call.results", "web_search_call.action.sources"}
     | {"message.input_image.image_url", "computer_call_output.output.image_url"}
-    | {"code_interpreter_call.outputs", "reasoning.encrypted_content"}
+    | {"code_interpreter_call.outputs", "reasoning.encrypted_content", _LOGPROBS}
 )
 _SUMMARIES = ("auto", "concise", "detailed", "none")
 
@@ -84,7 +86,7 @@ def parse_response(
         )
     refuse_unknown(body, RESPONSE, RESPONSE_NO_OPS)
     warnings: list[str] = []
-    _check_include(body.get("include"))
+    top_logprobs = _top_logprobs(body)
     previous_id = _word(body, "previous_response_id")
     before = store.items(previous_id, client) if previous_id is not None else []
     items = [*before, *read_input(body.get("input"))]
@@ -95,7 +97,10 @@ def parse_response(
     if _truncation(body) == "auto":
         warnings.append("truncation is disabled: input that is too long for the model is refused")
     asked = ChatRequest(
-        params=replace(read_params(body, max_tokens=max_tokens), left_out=tuple(warnings)),
+        params=replace(
+            read_params(body, max_tokens=max_tokens, top_logprobs=top_logprobs),
+            left_out=tuple(warnings),
+        ),
         chat=Chat(messages=messages, tools=tools.tools, kwargs=_template_args(body)),
         tool_choice=read_choice(body, tools),
         answer_schema=read_text_form(body.get("text")),
@@ -117,6 +122,7 @@ def parse_response(
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": tools.given,
+        "top_logprobs": top_logprobs or 0,
         "top_p": body.get("top_p"),
         "truncation": "disabled",
         "user": body.get("user"),
@@ -154,15 +160,22 @@ def _template_args(body: Mapping[str, object]) -> dict[str, object]:
     return read_template_args({**body, "reasoning_effort": effort})
 
 
-def _check_include(value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, list):
+def _top_logprobs(body: Mapping[str, object]) -> int | None:
+    """Read `include` and `top_logprobs`; None = no logprobs are asked for."""
+    value = body.get("include")
+    if value is not None and not isinstance(value, list):
         refuse("include", value, "a list of names")
-    for index, name in enumerate(value):
+    included = value or []
+    for index, name in enumerate(included):
         if not isinstance(name, str) or name not in _INCLUDABLE:
             at = f"include[{index}]"
             raise Unsupported(f"{at}={shown(name)} is not supported; leave it out", param=at)
+    top = TOP_LOGPROBS.read(body) or 0
+    if top and _LOGPROBS not in included:
+        raise InvalidArgument(
+            f'top_logprobs={top} needs include=["{_LOGPROBS}"]', param=TOP_LOGPROBS.name
+        )
+    return top if _LOGPROBS in included else None
 
 
 def _truncation(body: Mapping[str, object]) -> str:

@@ -12,16 +12,19 @@ from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.responses.requests import parse_response
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.reply import AnswerHead
-from kakeya.generation.frames import Done, StopReason, Tokens
-from tests.gateway.openai.test_reply import Reader, answer, ids_of
+from kakeya.generation.frames import Done, StopReason, TokenLogprob, Tokens
+from kakeya.text.tools.answer import AnswerReader
+from kakeya.text.tools.families import JSON_FAMILY
+from kakeya.text.tools.thinking import ThinkingMarks
+from tests.gateway.openai.test_reply import Reader, answer, ids_of, text_model
 
 HEAD = AnswerHead(answer_id="resp_1", created_at=7, model="m", prompt_tokens=10)
 CLOCK_S = 0.0
 
 
-def reply():
+def reply(**fields):
     store = ResponseStore(most_bytes=0, mono=lambda: CLOCK_S)
-    made = parse_response({"model": "m", "input": "hi"}, store)
+    made = parse_response({"model": "m", "input": "hi", **fields}, store)
     made.head = HEAD
     return made
 
@@ -95,6 +98,48 @@ def text_of(item: dict) -> str:
         return item["arguments"]
     (part,) = item["content"]
     return part["text"]
+
+
+SAID = st.text(st.sampled_from("ab \n<é😀"), max_size=12)
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+@given(
+    st.sampled_from(["", "<think>ab</think>", "<think>\n</think>\n"]),
+    st.lists(SAID | st.just(CALL), max_size=5),
+    st.integers(1, 5),
+)
+def test_the_tokens_of_a_text_have_their_logprobs_in_its_item(thoughts, pieces, size):
+    made = answer(
+        reader=AnswerReader(thinking=ThinkingMarks("<think>", "</think>"), family=JSON_FAMILY),
+        bytes_of=text_model().bytes_of,
+        draw_call_id=lambda: "call_0",
+    )
+    writer = reply(include=["message.output_text.logprobs"])
+    written, ids = writer.opening(), ids_of(thoughts + "".join(pieces))
+    steps = [ids[at : at + size] for at in range(0, len(ids), size)]
+    told = TokenLogprob(logprob=-0.5)
+    frames = [Tokens(token_ids=step, logprobs=(told,) * len(step)) for step in steps]
+    for frame in (*frames, Done(reason=StopReason.STOP_TOKEN)):
+        for part in made.take(frame):
+            written += writer.part(made, part)
+    events = events_of(written + writer.closing([made]))
+    whole = json.loads(compact(writer.whole([made])))
+    assert events[-1]["response"] == whole
+    for index, item in enumerate(whole["output"]):
+        if item["type"] != "message":
+            continue
+        (part,) = item["content"]
+        shown = b"".join(bytes(one["bytes"]) for one in part["logprobs"]).decode()
+        assert shown.split() == part["text"].split(), "all but blanks beside a mark"
+        for kind in ("delta", "done"):
+            of_item = [
+                one["logprobs"]
+                for one in events
+                if one["type"] == f"response.output_text.{kind}" and one["output_index"] == index
+            ]
+            found = [token for logprobs in of_item for token in logprobs]
+            assert found == part["logprobs"], kind
 
 
 def test_thoughts_are_an_item_of_their_own_in_front():

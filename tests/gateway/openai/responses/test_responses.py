@@ -111,6 +111,33 @@ async def test_the_stream_helper_snapshots_calls_of_tools(folder):
     assert delta.snapshot == done.arguments == last.output[1].arguments
 
 
+async def test_a_text_comes_with_the_logprobs_of_its_tokens_whole_and_streamed(folder):
+    model = ToyModel(folder, script=f"hello 😀 {CALL}")
+    asked = {
+        "model": "toy",
+        "input": "hi",
+        "tools": [LOOK],
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    }
+    async with serving(model) as served:
+        whole = await served.openai.responses.create(**asked)
+        async with served.openai.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+    message, call = whole.output
+    (part,) = message.content
+    assert (part.text, call.name, whole.top_logprobs) == ("hello 😀", "look", 2)
+    assert b"".join(bytes(one.bytes) for one in part.logprobs) == part.text.encode()
+    assert {one.logprob for one in part.logprobs} == {-0.5}
+    assert {len(one.top_logprobs) for one in part.logprobs} == {2}
+    assert final.output[0].content[0].logprobs == part.logprobs
+    for kind in ("delta", "done"):
+        found = [one for one in events if one.type == f"response.output_text.{kind}"]
+        told = [token for event in found for token in event.logprobs]
+        assert [one.token for one in told] == [one.token for one in part.logprobs], kind
+
+
 async def test_a_turn_comes_back_as_the_message_that_it_was(folder):
     model = ToyModel(folder, script="done", context_tokens=4096)
     async with serving(model) as served:
@@ -247,6 +274,7 @@ async def test_what_clients_send_by_default_is_taken(folder):
                 "input": "hi",
                 "store": False,
                 "include": ["reasoning.encrypted_content"],
+                "top_logprobs": 0,
                 "reasoning": {"effort": "low", "summary": "auto"},
                 "prompt_cache_key": "k",
                 "client_metadata": {"a": "b"},
@@ -310,7 +338,9 @@ async def test_what_clients_send_by_default_is_taken(folder):
         ({"reasoning": "high"}, "reasoning"),
         ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"include": ["message.output_text.colours"]}, "include[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
         ({"truncation": "some"}, "truncation"),
         ({"metadata": "x"}, "metadata"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
