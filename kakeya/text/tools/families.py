@@ -1,20 +1,24 @@
 """The families of calls, and the one that a model writes, found by its chat template.
 
 A package adds a family by an entry point of the group `kakeya.tool_families`: an object that is a
-`ToolFamily`. It goes before the families here.
+`ToolFamily`. It goes before the families here. One that cannot be loaded is left out, as the log
+says.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Container, Sequence
+import logging
+from collections.abc import Container, Iterator, Sequence
 from importlib.metadata import entry_points
 
+from kakeya.core.log import event
 from kakeya.text.chat import Tool
 from kakeya.text.tools.calls import Called, CallForm, ToolFamily, called, json_calls
 from kakeya.text.tools.parser_files import TEMPLATE_FAMILIES, TOKEN_FAMILIES
 
+_log = logging.getLogger(__name__)
 ENTRY_POINTS = "kakeya.tool_families"
 
 
@@ -77,8 +81,23 @@ def tool_families() -> tuple[ToolFamily, ...]:
 
     Those that a template tells of go before those that a vocabulary tells of.
     """
-    added = tuple(point.load() for point in entry_points(group=ENTRY_POINTS))
-    return (*added, *TEMPLATE_FAMILIES, BareJsonFamily(), JSON_FAMILY, *TOKEN_FAMILIES)
+    return (*_added(), *TEMPLATE_FAMILIES, BareJsonFamily(), JSON_FAMILY, *TOKEN_FAMILIES)
+
+
+def _added() -> Iterator[ToolFamily]:
+    """The families of other packages, in the order of their names."""
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda one: one.name):
+        try:
+            yield point.load()
+        except Exception as fault:  # noqa: BLE001 - foreign code
+            event(
+                _log,
+                "family of tool calls left out",
+                level=logging.WARNING,
+                plugin=point.name,
+                origin=point.value,
+                error=str(fault) or repr(fault),
+            )
 
 
 def family_of(template: str, vocabulary: Container[str]) -> ToolFamily:

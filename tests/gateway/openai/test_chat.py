@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import openai
 import pytest
@@ -11,7 +12,8 @@ from llguidance import LLMatcher
 from kakeya.core.errors import PeerUnavailable
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.generation.facts import ModelState
-from tests.gateway.toy import Pace, ToyModel, make_folder, serving
+from kakeya.text.tools.families import ENTRY_POINTS, tool_families
+from tests.gateway.toy import TEMPLATE, Pace, ToyModel, make_folder, serving
 
 HI = [{"role": "user", "content": "hi"}]
 LOOK = {
@@ -40,6 +42,57 @@ async def test_a_call_of_a_tool_comes_as_one_streamed_and_whole(folder):
     assert (streamed.index, streamed.function.name) == (0, "look")
     assert streamed.id.startswith("call_")
     assert "".join(choice.delta.content or "" for choice in deltas) == "I look."
+
+
+FAMILY = """
+from kakeya.text.tools.calls import CallForm, Called, functions_of
+
+class Arrows:
+    name, start, end, inner_marks = "arrows", "=>", ";", ()
+    form = CallForm(opening="", closing="")
+
+    def writes_for(self, template, vocabulary):
+        return "=>" in template
+
+    def parse(self, text, tools):
+        name, _, value = text.strip().partition(" ")
+        if not value.isdecimal():
+            raise ValueError(f"{text!r} is no call")
+        (argument,) = functions_of(tools)[0].parameters["properties"]
+        return [Called(name, f'{{"{argument}": {value}}}')]
+
+FAMILY = Arrows()
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A distribution with two families of calls, one of which cannot be imported."""
+    site = tmp_path / "site"
+    info = site / "arrow_calls-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: arrow-calls\nVersion: 1.0\n")
+    points = "arrows = arrow_calls:FAMILY\nbroken = arrow_calls:NONE\n"
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{points}")
+    (site / "arrow_calls.py").write_text(FAMILY)
+    monkeypatch.syspath_prepend(str(site))
+    tool_families.cache_clear()
+    yield
+    tool_families.cache_clear()
+    sys.modules.pop("arrow_calls", None)
+
+
+async def test_calls_are_read_in_the_syntax_of_an_installed_package(tmp_path, installed, caplog):
+    template = TEMPLATE + "{% for tool in tools %}{{ tool.function.name }} => 1;{% endfor %}"
+    folder = make_folder(tmp_path / "toy", template=template)
+    async with serving(ToyModel(folder, script="I look. => look 3;")) as served:
+        answer = await served.openai.chat.completions.create(model="toy", messages=HI, tools=[LOOK])
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("look", '{"at": 3}')
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    (left_out,) = [record for record in caplog.records if "left out" in record.message]
+    assert left_out.kakeya_fields["plugin"] == "broken"
 
 
 async def test_the_history_of_a_call_is_taken_back(folder):
