@@ -82,8 +82,8 @@ class ToolFamily(Protocol):
         ...
 
     def parse(self, text: str, tools: Sequence[Tool]) -> list[Called]:
-        """Read the text between two marks, at least one call. Raises ValueError, also for "" with no
-        tools, which is read once when a model's files are."""
+        """Read the text between two marks, at least one call. Raises ValueError, also for ""
+        without tools, which is read once when a model's files are."""
         ...
 
 

@@ -71,6 +71,7 @@ class BareJsonFamily:
 
 
 JSON_FAMILY: ToolFamily = JsonFamily()
+_OURS = (*TEMPLATE_FAMILIES, BareJsonFamily(), JSON_FAMILY, *TOKEN_FAMILIES)
 _DECODER = json.JSONDecoder()
 _ARGUMENTS = ("parameters", "arguments")
 
@@ -81,7 +82,7 @@ def tool_families() -> tuple[ToolFamily, ...]:
 
     Those that a template tells of go before those that a vocabulary tells of.
     """
-    return (*_added(), *TEMPLATE_FAMILIES, BareJsonFamily(), JSON_FAMILY, *TOKEN_FAMILIES)
+    return (*_added(), *_OURS)
 
 
 def _added() -> Iterator[ToolFamily]:
