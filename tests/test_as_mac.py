@@ -23,7 +23,8 @@ from kakeya.node.agent import Agent
 
 assert sys.platform == "darwin" and not hasattr(os, "pidfd_open")
 assert type(system_table()) is MacProcesses
-assert process.resident_bytes() == process.resident_bytes(os.getpid()) > 1 << 20
+own, told = process.resident_bytes(), process.resident_bytes(os.getpid())
+assert own > 1 << 20 and abs(own - told) < own / 2, (own, told)
 assert os.getppid() in {row.pid for row in darwin.processes()}
 assert b"MARK=1" in darwin.environment(os.getpid())
 readings = [asyncio.run(source.read()) for source in machine_sources()]
@@ -48,4 +49,5 @@ def test_a_process_sees_a_mac_and_so_do_its_children() -> None:
     seen = subprocess.run(
         [sys.executable, "-c", SEEN], env={**ENVIRON, "MARK": "1"}, capture_output=True, text=True
     )
-    assert (seen.stdout, seen.stderr) == ("[Errno 99] Can't assign requested address\n", "")
+    assert seen.stderr == ""
+    assert seen.stdout == "[Errno 99] Can't assign requested address\n"

@@ -222,8 +222,11 @@ class AdapterManager:
             try:
                 return await self._acquire(record, patience_s, is_following=is_following)
             except Conflict:  # removed or replaced since it was found
-                if begun is not None or self._registry.get(model_id) == record:
+                if begun is not None:
                     raise
+                async with self._writing:  # its file changes before its record does
+                    if self._registry.get(model_id) == record:
+                        raise
 
     async def _acquire(
         self, record: AdapterRecord, patience_s: float, *, is_following: bool

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from kakeya.adapters.batch import AGE_S, AdapterBatch, BatchFormer
+from kakeya.adapters.files.store import AdapterReplaced
 from kakeya.adapters.places import AdapterEngine, AdapterPlaces
 from kakeya.adapters.tiers import Adapter, AdapterTable, Move, Tier
 from kakeya.core.clock import Clock
@@ -354,7 +355,7 @@ class SlotQueue:
     def _refusal(self, adapter: Adapter, problem: KakeyaError) -> KakeyaError:
         """Note that an adapter could not be loaded; returns the error for its requests."""
         adapter.is_doubtful = True
-        if adapter.is_retired:
+        if adapter.is_retired or isinstance(problem, AdapterReplaced):
             return _removed(adapter)
         self._on_failure(adapter, problem)
         return problem

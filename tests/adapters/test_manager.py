@@ -5,6 +5,7 @@ import random
 import shutil
 import threading
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from kakeya.adapters.files.base import base_fingerprint
 from kakeya.adapters.files.packed import Precision, rounded, unpack
 from kakeya.adapters.files.store import AdapterDamaged, AdapterRecord, AdapterStore, BaseReplaced
 from kakeya.adapters.intake import AdapterIntake
+from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.tiers import Tier, TierRules
 from kakeya.core.errors import (
     CapacityExhausted,
@@ -302,6 +304,36 @@ async def test_a_name_is_taken_once_and_replaced_when_asked(tmp_path: Path) -> N
         old.release()
         with await node.adapters.acquire(model_id) as lease:
             assert lease.adapter_id == old.adapter_id
+
+
+async def test_a_request_amid_a_replacement_gets_the_new_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is the new one's before its record is."""
+    async with world(tmp_path) as node:
+        model_id = await node.add(1, name="poet")
+        loop, is_read = asyncio.get_running_loop(), threading.Event()
+        save, load = AdapterStore.save, AdapterStore.load
+        asked: list[Future[AdapterUse]] = []
+
+        def save_and_ask(store: AdapterStore, record: AdapterRecord, packed: bytes) -> int:
+            size = save(store, record, packed)
+            asked.append(asyncio.run_coroutine_threadsafe(node.adapters.acquire(model_id), loop))
+            assert is_read.wait(20)
+            return size
+
+        def load_and_tell(store: AdapterStore, record: AdapterRecord) -> bytes:
+            try:
+                return load(store, record)
+            finally:
+                is_read.set()
+
+        monkeypatch.setattr(AdapterStore, "save", save_and_ask)
+        monkeypatch.setattr(AdapterStore, "load", load_and_tell)
+        await node.add(2, name="poet", is_replacing=True)
+        with await asyncio.wrap_future(asked[0]) as lease:
+            assert lease.adapter_id == node.adapters.find(model_id).version
+        assert not any(health.failures for health in node.adapters.health())
 
 
 async def test_the_same_content_again_changes_the_owner_only(tmp_path: Path) -> None:

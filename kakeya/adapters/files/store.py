@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kakeya.adapters.files.packed import digest, unpack
-from kakeya.core.errors import InvalidArgument, LoadFailed, StoreFailed
+from kakeya.core.errors import Conflict, InvalidArgument, LoadFailed, StoreFailed
 from kakeya.core.files import sync_folder, write_atomically
 from kakeya.core.log import event
 
@@ -47,6 +47,10 @@ class BaseReplaced(InvalidArgument):
     """An adapter was added for other weights than its base has; it must be added again."""
 
     code = "base_replaced"
+
+
+class AdapterReplaced(Conflict):
+    """The file of an adapter holds another version; it is found anew by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +133,8 @@ class AdapterStore:
     def load(self, record: AdapterRecord) -> bytes:
         """Read the packed adapter.
 
-        Raises AdapterDamaged, and then the file is set aside; LoadFailed when the disk fails or it
-        was replaced.
+        Raises AdapterDamaged, and then the file is set aside; AdapterReplaced, and LoadFailed when
+        the disk fails.
         """
         path = self._path(record)
         try:
@@ -175,7 +179,7 @@ class AdapterStore:
         return self.folder / f"{name}{_SUFFIX}"
 
     def _set_aside_read(self, record: AdapterRecord, data: bytes, problem: str) -> Path:
-        """Set the file aside that was read. Raises LoadFailed when it was replaced meanwhile."""
+        """Set the file aside that was read. Raises AdapterReplaced."""
         path = self._path(record)
         with self._writing:
             with contextlib.suppress(OSError):
@@ -215,8 +219,8 @@ def _read_record(data: bytes) -> tuple[AdapterRecord, int]:
     return record, len(line) + 1
 
 
-def _replaced(record: AdapterRecord) -> LoadFailed:
-    return LoadFailed(f"adapter {record.version} was replaced; ask for it again")
+def _replaced(record: AdapterRecord) -> AdapterReplaced:
+    return AdapterReplaced(f"adapter {record.version} was replaced; ask for it again")
 
 
 def _read_packed(data: bytes, record: AdapterRecord) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 
 from kakeya.adapters.files import store as adapter_store
 from kakeya.adapters.files.packed import digest, pack, unpack
-from kakeya.adapters.files.store import AdapterRecord, AdapterStore
-from kakeya.core.errors import LoadFailed, StoreFailed
+from kakeya.adapters.files.store import AdapterRecord, AdapterReplaced, AdapterStore
+from kakeya.core.errors import StoreFailed
 from tests.adapters.adapter_folders import tiny_adapter
 
 
@@ -71,7 +71,7 @@ def test_one_that_is_registered_while_the_damaged_one_is_looked_at_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(adapter_store, "_read_packed", read_slowly)
-        with pytest.raises(LoadFailed, match="was replaced; ask for it again"):
+        with pytest.raises(AdapterReplaced, match="was replaced; ask for it again"):
             store.load(record(packed))
     assert list(store.folder.iterdir()) == [path]
     assert store.load(record(fresh)) == fresh
