@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-_PART = 6
+_PART = 12
 _TRIES_ALL = os.environ.get("KAKEYA_ALL_CASES") == "1"
 
 

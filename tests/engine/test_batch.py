@@ -19,6 +19,7 @@ from tests.engine.adapter_rig import Answer, Ending
 from tests.engine.child_engine import ToyState
 from tests.engine.rig import Rig, load_rig, tools
 from tests.engine.virtual_rig import VirtualRig, expected
+from tests.laws import law
 
 PROMPTS = [[5, 6, 7], [9, 9, 9, 9], [1, 2, 3, 4, 5, 6], [80, 81], [7] * 40]
 NGRAM = (DraftSource(kind="ngram"),)
@@ -124,7 +125,7 @@ MIXED = st.lists(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @given(todo=MIXED)
-@settings(deadline=None, max_examples=12)
+@law(48)
 def test_rows_that_choose_in_different_ways_get_what_each_gets_alone(
     rigs: dict[str, Rig], name: str, todo: list[DecodeJob]
 ) -> None:

@@ -136,7 +136,7 @@ async def world(
 
 def request(**changes: object) -> DecodeRequest:
     sampling = Sampling(temperature=1.0, seed=11)
-    plain = DecodeRequest(token_ids=PROMPT, max_tokens=1500, sampling=sampling)
+    plain = DecodeRequest(token_ids=PROMPT, max_tokens=700, sampling=sampling)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
