@@ -18,6 +18,7 @@ from kakeya.backends.engine.escalation import (
     ShrinkIt,
     Stage,
 )
+from tests.laws import law
 
 LEASE = 1000
 RULES = EscalationRules()
@@ -128,6 +129,7 @@ _ORDER = {ShrinkIt: 0, HoldIt: 1, EndIt: 2, KillIt: 3}
 
 
 @given(lives())
+@law(600)
 def test_no_step_is_left_out_or_reversed_and_nothing_happens_within_the_lease(seen) -> None:
     way = Escalation()
     child, reached, held, asked_at = None, -1, False, -100.0
@@ -162,6 +164,7 @@ def test_no_step_is_left_out_or_reversed_and_nothing_happens_within_the_lease(se
 
 
 @given(lives(), st.integers(1, 3))
+@law(600)
 def test_what_stays_far_above_is_gone_in_the_end_unless_one_was_ended_lately(seen, running) -> None:
     way = Escalation()
     for now, one in seen:
