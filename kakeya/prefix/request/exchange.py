@@ -316,7 +316,8 @@ class PrefixExchange:
         tools, turn, facts = self._tools, self._turn, self._seat.facts
         naming = None
         if facts is not None:
-            naming = await tools.names.find(facts, pid, self._request.adapter_id)
+            adapter_id = self._request.adapter_id
+            naming = await tools.names.find(facts, pid, adapter_id, tokens=len(token_ids))
         if facts is None or naming is None:
             turn.leave()
             return KvOffer()

@@ -100,7 +100,7 @@ class PrefixStart:
 
     async def _prepare(self, facts: ModelFacts, pid: int) -> None:
         prefixes = self._prefixes
-        naming = await prefixes.names.find(facts, pid, "", patience_s=None)
+        naming = await prefixes.names.find(facts, pid, "")
         if naming is None:
             return
         if prefixes.store is not None:

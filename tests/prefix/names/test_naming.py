@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,11 +111,20 @@ async def test_digests_are_kept_over_a_restart_and_damaged_ones_made_anew(
         assert anew.seed == first.seed
 
 
-async def test_a_request_does_not_wait_for_a_long_digest(
-    tmp_path: Path,
+@pytest.mark.parametrize(("rate", "tokens"), [(0.0, 1), (50.0, 5)])
+async def test_a_request_waits_for_a_digest_no_longer_than_its_prefill_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, tokens: int
 ) -> None:
+    may_end = threading.Event()
+
+    def made_later(*_: object) -> str:
+        assert may_end.wait(20)
+        return "0" * 64
+
+    monkeypatch.setattr(prefix_names, "weights_digest", made_later)
     names = PrefixNames(no_adapter)
-    folder = model(tmp_path / "m")
-    assert await names.find(await facts_of(folder), 1, "", patience_s=0.0) is None
-    assert await names.find(await facts_of(folder), 1, "", patience_s=None) is not None
+    facts = replace(await facts_of(model(tmp_path / "m")), prefill_tokens_per_second=rate)
+    assert await names.find(facts, 1, "", tokens=tokens) is None
+    may_end.set()
+    assert await names.find(facts, 1, "") is not None
     await names.aclose()
