@@ -6,14 +6,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
-import anthropic
 import pytest
 from tokenizers import Tokenizer
 
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.generation.facts import ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
+
+if TYPE_CHECKING:
+    import anthropic  # in the tests: it costs each worker of xdist seconds to collect
 
 HI = {"role": "user", "content": "hi"}
 LOOK = {"name": "look", "input_schema": {"properties": {"at": {"type": "integer"}}}}
@@ -35,6 +38,8 @@ async def client(
     *models: ToyModel,
     limits: HttpLimits = HttpLimits(),  # noqa: B008
 ) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with serving(*models, limits=limits) as served:
         transport = anthropic.DefaultAsyncHttpxClient(trust_env=False)
         base = f"http://127.0.0.1:{served.port}"
@@ -96,6 +101,8 @@ def streamed_turn(message: anthropic.types.Message) -> dict:
 
 
 async def test_the_synchronous_client_streams_and_counts(folder):
+    import anthropic
+
     model = ToyModel(folder, script="hello world")
 
     def ask(port: int) -> tuple[str, int]:
@@ -185,6 +192,8 @@ async def test_a_tool_that_is_left_out_is_told_in_a_header(folder):
 
 
 async def test_a_client_raises_the_error_of_a_request_and_of_a_stream(folder):
+    import anthropic
+
     model = ToyModel(folder, fail_after=3, pace=Pace(step_s=0.001))
     async with client(model) as one:
         with pytest.raises(anthropic.NotFoundError):
