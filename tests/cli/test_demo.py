@@ -14,7 +14,7 @@ from tests.node.nodes import run_cli
 SHORT = """
 import sys
 from kakeya.cli import demo
-demo.ROUNDS, demo.NEW_TOKENS = 1, 96
+demo.ROUNDS, demo.PROMPT_TOKENS, demo.NEW_TOKENS = 1, 128, 48
 sys.exit(demo.run_demo(as_json=True))
 """
 

@@ -21,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from kakeya.backends.adapted import AdaptedModel
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import engine_command
-from kakeya.cli.child import NodeProcess
 from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import Denied, NotFound
@@ -35,7 +34,7 @@ from kakeya.node.pages import NodePages
 from kakeya.sessions.client import Client
 from tests.adapters.adapter_folders import tiny_adapter
 from tests.memory.scrapes import DOCS
-from tests.node.nodes import VERIFIER, model_state, run_cli, verifier_node
+from tests.node.nodes import VERIFIER, NodeProcess, model_state, run_cli, verifier_node
 from tests.node.test_memory import TEXT_MODEL
 from tests.waiting import eventually
 

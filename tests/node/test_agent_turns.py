@@ -11,9 +11,8 @@ from typing import Any
 
 import httpx
 
-from kakeya.cli.child import NodeProcess
 from kakeya.cli.main import main
-from tests.node.nodes import verifier_node
+from tests.node.nodes import NodeProcess, verifier_node
 from tests.node.recordings import Recording, claude_code, cn, codex, llm, opencode
 from tests.waiting import eventually
 

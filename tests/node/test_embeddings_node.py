@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from kakeya.cli.child import NodeProcess
 from tests.mlx.encoder_reference import WORDS, reference, write_encoder
-from tests.node.nodes import VERIFIER, eventually, model_state, offers, seen_by
+from tests.node.nodes import VERIFIER, NodeProcess, eventually, model_state, offers, seen_by
 
 CLOSE = 1e-3
 TEXT = "the capital of france is paris"

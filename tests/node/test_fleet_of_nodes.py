@@ -23,13 +23,13 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kakeya.cli.child import NodeProcess
 from kakeya.cli.demo import texts
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
 from kakeya.sessions.client import Client, ClientSession
 from tests.node.nodes import (
     DRAFTER,
     VERIFIER,
+    NodeProcess,
     drafter_node,
     model_state,
     offers,
@@ -58,7 +58,7 @@ async def drafter(
 
 
 async def generate(
-    node: NodeProcess, policy: str, *, tokens: int = 96, temperature: float = 0.0, seed: int = 7
+    node: NodeProcess, policy: str, *, tokens: int = 32, temperature: float = 0.0, seed: int = 7
 ) -> list[int]:
     async with Client(node.grpc) as client, await client.create_session() as session:
         await session.append(PROMPT)
@@ -99,7 +99,7 @@ async def test_every_way_to_draft_gives_the_plain_tokens(
     verifier: NodeProcess, drafter: NodeProcess, temperature: float
 ) -> None:
     plain = await generate(verifier, "off", temperature=temperature)
-    assert len(plain) == 96
+    assert len(plain) == 32
     remote = (f"ngram@{drafter.grpc}", f"{DRAFTER}@{drafter.grpc}")
     for policy in ("auto", "ngram", "peer", *remote, "ngram@127.0.0.1:1", "nobody@127.0.0.1:1"):
         assert await generate(verifier, policy, temperature=temperature) == plain, policy
@@ -118,7 +118,7 @@ async def test_answers_over_http_are_those_of_mlx_lm(verifier: NodeProcess) -> N
 
     def expected(prompt: list[int]) -> str:
         """mlx-lm's own text of an answer begins without the space that the answer begins with."""
-        stream = mlx_lm.stream_generate(network, tokenizer, prompt, max_tokens=48)
+        stream = mlx_lm.stream_generate(network, tokenizer, prompt, max_tokens=16)
         tokens = [step.token for step in stream]
         before, after = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
         return after.removeprefix(before).partition("<|")[0]
@@ -128,7 +128,7 @@ async def test_answers_over_http_are_those_of_mlx_lm(verifier: NodeProcess) -> N
         continued = expected(tokenizer.encode(text))
         answered = expected(tokenizer.apply_chat_template(turn, add_generation_prompt=True))
         for policy in ("auto", "off"):
-            asked = {"model": VERIFIER, "max_tokens": 48, "temperature": 0, "draft_policy": policy}
+            asked = {"model": VERIFIER, "max_tokens": 16, "temperature": 0, "draft_policy": policy}
             said = await post(verifier, "/v1/completions", {**asked, "prompt": text})
             assert said["choices"][0]["text"] == continued, policy
             said = await post(verifier, "/v1/chat/completions", {**asked, "messages": turn})
@@ -226,10 +226,10 @@ async def test_a_killed_engine_costs_time_and_no_token(
     verifier: NodeProcess, drafter: NodeProcess
 ) -> None:
     """Row 34: the stream goes on in the next engine; peers see the model go and come back."""
-    plain = await generate(verifier, "off", tokens=600)
+    plain = await generate(verifier, "off", tokens=200)
     before = model_state(verifier, VERIFIER)
     async with Client(verifier.grpc) as client, await client.create_session() as session:
-        first, stream = await open_stream(session, "off", 600)
+        first, stream = await open_stream(session, "off", 200)
         os.kill(before["pid"], signal.SIGKILL)
         # One round of these nodes is half a second; the rest is for a machine that is busy.
         gone = asyncio.create_task(
@@ -252,14 +252,14 @@ async def test_a_killed_proposer_costs_time_and_no_token(
     verifier: NodeProcess, tmp_path: Path
 ) -> None:
     """Row 29: drafts stop, the verifier goes on by itself."""
-    plain = await generate(verifier, "off", tokens=300)
+    plain = await generate(verifier, "off", tokens=100)
     async with NodeProcess(tmp_path, "--node-id", "mortal", "--proposer", "ngram") as mortal:
         async with Client(verifier.grpc) as client, await client.create_session() as session:
-            first, stream = await open_stream(session, f"ngram@{mortal.grpc}", 300)
+            first, stream = await open_stream(session, f"ngram@{mortal.grpc}", 100)
             mortal.send(signal.SIGKILL)
             assert await mortal.wait() == -signal.SIGKILL
             assert [*first, *[token async for token in stream]] == plain
-    assert await generate(verifier, "peer", tokens=300) == plain
+    assert await generate(verifier, "peer", tokens=100) == plain
 
 
 async def test_sigterm_lets_a_stream_end_and_tells_the_peers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -24,7 +25,6 @@ from kakeya.backends.engine.life import Engine
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.backends.engines import engine_command
 from kakeya.backends.sizes import FIRST_KV_TOKENS
-from kakeya.cli.child import NodeProcess
 from kakeya.config import config
 from kakeya.core import errors
 from kakeya.core.clock import SystemClock
@@ -46,7 +46,17 @@ from kakeya.node.memory import EngineSetup, NodeMemory
 from tests.memory.example_plugin import Question
 from tests.memory.machine.test_panics import panic
 from tests.memory.worlds import ManualClock
-from tests.node.nodes import DRAFTER, VERIFIER, model_state, offers, run_cli, run_daemon, seen_by
+from tests.node.nodes import (
+    DRAFTER,
+    VERIFIER,
+    NodeProcess,
+    known,
+    model_state,
+    offers,
+    run_cli,
+    run_daemon,
+    seen_by,
+)
 from tests.waiting import eventually, until
 
 OTHER = "other-tiny"
@@ -300,7 +310,9 @@ async def in_process(
             config.load(("--data-dir", str(folder)), environ or {}).memory,
             specs,
             EngineSetup(
-                command=engine_command("text"), options=options or EngineOptions(), sockets=None
+                command=engine_command("text", findings=known()),
+                options=options or EngineOptions(),
+                sockets=None,
             ),
             data_dir=folder,
             clock=clock,
@@ -346,9 +358,18 @@ async def test_a_model_that_was_given_up_leaves_the_ledger_and_is_tried_again_af
         assert (str(run.key), run.is_failed) == (f"text:{VERIFIER}", False)
 
 
-async def test_a_load_takes_of_the_time_that_a_request_gives_its_first_token(
+async def test_a_request_waits_for_a_load_and_its_model_leaves_the_card_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A load takes of the time that a request gives its first token. A model is asked for as
+    urgently as the generation is, whether it waits in the line for a load, or finds the model in
+    memory. What holds the room of a model that is away takes it off the card."""
+    wanted = {
+        GenerationPriority.URGENT: RequestPriority.URGENT,
+        GenerationPriority.BATCH: RequestPriority.BATCH,
+        GenerationPriority.NORMAL: RequestPriority.NORMAL,
+        GenerationPriority.SPECULATIVE: RequestPriority.BATCH,
+    }
     asked: list[DecodeRequest] = []
     decode = Engine.decode
 
@@ -359,27 +380,23 @@ async def test_a_load_takes_of_the_time_that_a_request_gives_its_first_token(
         return decode(engine, request, offer)
 
     monkeypatch.setattr(Engine, "decode", looked_at)
-    clock = ShiftedClock()
-    async with in_process(tmp_path, [TEXT_MODEL], clock) as memory:
+    clock, changes = ShiftedClock(), asyncio.Event()
+    async with in_process(tmp_path, [TEXT_MODEL], clock, on_change=changes.set) as memory:
         model = memory.engines.get(VERIFIER)
-        waiting = model.decode(replace(REQUEST, deadline_s=1000))
-        first = asyncio.ensure_future(anext(waiting))
-        await until(lambda: model.waiting, "it waits")
-        clock.ahead_s += 600
-        await first
-        await waiting.aclose()
-    (request,) = asked
-    assert request.deadline_s is not None
-    assert request.deadline_s <= 400
+        assert model.state is ModelState.LOADING
+        for priority, told_priority in wanted.items():
+            request = replace(REQUEST, priority=priority, deadline_s=1000)
+            async with aclosing(model.decode(request)) as frames:
+                first = asyncio.ensure_future(anext(frames))
+                if not asked:
+                    await until(lambda: model.waiting, "it waits")
+                    clock.ahead_s += 600
+                await first
+                assert model.resident is not None
+                assert list(model.resident.leases.values()) == [told_priority]
+        left = [request.deadline_s or math.inf for request in asked]
+        assert left[0] <= 400 < min(left[1:])
 
-
-async def test_who_holds_the_room_of_a_model_that_is_away_takes_it_off_the_card(
-    tmp_path: Path,
-) -> None:
-    changes = asyncio.Event()
-    async with in_process(tmp_path, [TEXT_MODEL], ShiftedClock(), on_change=changes.set) as memory:
-        model = memory.engines.get(VERIFIER)
-        await until(lambda: model.state is ModelState.READY, "it is ready")
         told: list[Event] = []
         memory.arbiter.on_event(told.append)
         memory.arbiter.unload("text", VERIFIER)
@@ -390,24 +407,6 @@ async def test_who_holds_the_room_of_a_model_that_is_away_takes_it_off_the_card(
             memory.arbiter.hold("training", held)
             assert len(memory.engines.offered()) == count
             await until(changes.is_set, "it is told")
-
-
-async def test_a_model_is_asked_for_as_urgently_as_the_generation_is(tmp_path: Path) -> None:
-    """Whether it waits in the line for a load, or finds the model in memory."""
-    wanted = {
-        GenerationPriority.URGENT: RequestPriority.URGENT,
-        GenerationPriority.BATCH: RequestPriority.BATCH,
-        GenerationPriority.NORMAL: RequestPriority.NORMAL,
-        GenerationPriority.SPECULATIVE: RequestPriority.BATCH,
-    }
-    async with in_process(tmp_path, [TEXT_MODEL], ShiftedClock()) as memory:
-        model = memory.engines.get(VERIFIER)
-        assert model.state is ModelState.LOADING
-        for asked, told in wanted.items():
-            async with aclosing(model.decode(replace(REQUEST, priority=asked))) as frames:
-                await anext(frames)
-                assert model.resident is not None
-                assert list(model.resident.leases.values()) == [told]
 
 
 async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import grpc.aio
 import pytest
 
 from benchmarks.fleet_cards import MODELS
-from kakeya.cli.child import NodeProcess
 from kakeya.core.clock import SystemClock
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.cards.convert import to_wire
@@ -30,7 +29,7 @@ from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import Channels
-from tests.node.nodes import QUICK, VERIFIER, model_state, seen_by, verifier_node
+from tests.node.nodes import QUICK, VERIFIER, NodeProcess, model_state, seen_by, verifier_node
 from tests.waiting import eventually
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from tests.prefix.world import Answer, Node, ask, node, take, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BATCH, URGENT = 1000, 1100
-TOKENS, BATCH_TOKENS = 150, 600
+TOKENS, BATCH_TOKENS = 40, 400
 """The batch has to be at work still when the urgent one comes, on a busy machine too."""
 
 

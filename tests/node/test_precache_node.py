@@ -15,11 +15,10 @@ import httpx
 import pytest
 
 import kakeya.models
-from kakeya.cli.child import NodeProcess
 from kakeya.cli.main import main
 from kakeya.prefix.seam import WarmOutcome
 from kakeya.sessions.client import Client
-from tests.node.nodes import VERIFIER, model_state, verifier_node
+from tests.node.nodes import VERIFIER, NodeProcess, model_state, verifier_node
 from tests.waiting import eventually
 
 SYSTEM = " ".join(f"Rule {n}: the shelf has {n} small machines." for n in range(40))

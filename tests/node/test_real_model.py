@@ -68,7 +68,7 @@ async def test_a_second_turn_computes_only_what_is_new(node: NodeProcess) -> Non
 
 
 async def test_drafts_change_no_word(node: NodeProcess) -> None:
-    body = {"prompt": LIST, "temperature": 0, "max_tokens": 48}
+    body = {"prompt": LIST, "temperature": 0, "max_tokens": 24}
     plain = await ask(node, "/v1/completions", **body, draft_policy="off")
     drafted = await ask(node, "/v1/completions", **body, draft_policy="ngram")
     assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
@@ -76,10 +76,10 @@ async def test_drafts_change_no_word(node: NodeProcess) -> None:
 
 
 async def test_greedy_tokens_are_those_of_mlx_lm(node: NodeProcess, real_model: Path) -> None:
-    prompt, theirs = await asyncio.to_thread(tokens_of_mlx_lm, real_model, 48)
+    prompt, theirs = await asyncio.to_thread(tokens_of_mlx_lm, real_model, 16)
     async with Client(node.grpc) as client, await client.create_session() as session:
         await session.append(prompt)
-        ours = [token async for token in session.generate(max_tokens=48, draft_policy="off")]
+        ours = [token async for token in session.generate(max_tokens=16, draft_policy="off")]
     assert ours == theirs
 
 
