@@ -13,11 +13,14 @@ _PART = 12
 _TRIES_ALL = os.environ.get("KAKEYA_ALL_CASES") == "1"
 
 
-def law(cases: int) -> Callable[[Any], Any]:
-    """Mark a property that takes so many cases to be sure of: `@given(...)`, then `@law(3600)`."""
+def law(cases: int, part: int = _PART) -> Callable[[Any], Any]:
+    """Mark a property that takes so many cases to be sure of: `@given(...)`, then `@law(3600)`.
+
+    One in `part` of them is tried before each commit.
+    """
 
     def mark(test: Any) -> Any:
-        tried = cases if _TRIES_ALL else cases // _PART
+        tried = cases if _TRIES_ALL else cases // part
         return pytest.mark.law(settings(max_examples=tried, deadline=None)(test))
 
     return mark

@@ -46,8 +46,7 @@ def _assert_nobody_absent(found: Findings) -> None:
         pytest.param(0.0, HOUR_S, marks=MANY),
         pytest.param(0.1, HOUR_S, marks=MANY),
         pytest.param(0.3, HOUR_S, marks=MANY),
-        (0.0, 600.0),
-        (0.3, 1200.0),
+        (0.3, 600.0),
     ],
 )
 def test_nobody_of_ten_is_falsely_absent(loss: float, seconds: float) -> None:
@@ -55,16 +54,16 @@ def test_nobody_of_ten_is_falsely_absent(loss: float, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "seconds"),
+    ("nodes", "loss", "seconds"),
     [
-        pytest.param(0.0, HOUR_S, marks=MANY),
-        pytest.param(0.1, HOUR_S, marks=MANY),
-        pytest.param(0.3, HOUR_S, marks=MANY),
-        (0.3, 150.0),
+        pytest.param(100, 0.0, HOUR_S, marks=MANY),
+        pytest.param(100, 0.1, HOUR_S, marks=MANY),
+        pytest.param(100, 0.3, HOUR_S, marks=MANY),
+        (40, 0.3, 150.0),
     ],
 )
-def test_nobody_of_a_hundred_is_falsely_absent(loss: float, seconds: float) -> None:
-    _assert_nobody_absent(hours(Case(nodes=100, loss=loss), 1, seconds).findings)
+def test_nobody_of_many_is_falsely_absent(nodes: int, loss: float, seconds: float) -> None:
+    _assert_nobody_absent(hours(Case(nodes=nodes, loss=loss), 1, seconds).findings)
 
 
 @pytest.mark.slow
@@ -81,7 +80,7 @@ def test_at_the_pace_of_other_nodes_twenty_five_lose_each_other() -> None:
     assert found.nodes_ever_absent > 10
 
 
-@pytest.mark.parametrize("seconds", [HOUR_S / 4, pytest.param(HOUR_S / 2, marks=MANY)])
+@pytest.mark.parametrize("seconds", [HOUR_S / 6, pytest.param(HOUR_S / 2, marks=MANY)])
 def test_nodes_that_come_and_go_are_neither_missed_nor_seen_for_long(seconds: float) -> None:
     churn = Faults(churn_per_hour=60.0)
     found = hours(Case(nodes=10, loss=0.1, faults=churn), 3, seconds).findings
@@ -95,8 +94,8 @@ def test_nodes_that_come_and_go_are_neither_missed_nor_seen_for_long(seconds: fl
 @pytest.mark.parametrize(
     ("nodes", "seeds"),
     [
-        (10, 6),
-        (25, 2),
+        (10, 2),
+        (25, 1),
         pytest.param(10, 20, marks=MANY),
         pytest.param(25, 5, marks=MANY),
         pytest.param(100, 20, marks=MANY),
@@ -115,13 +114,13 @@ def test_with_one_peer_a_round_news_takes_longer() -> None:
 
 
 def test_a_fleet_that_starts_knowing_one_address_each_finds_itself() -> None:
-    assert max(cold_rounds(Case(nodes=25), seed) for seed in range(5)) <= 8
+    assert max(cold_rounds(Case(nodes=25), seed) for seed in range(2)) <= 8
 
 
 @pytest.mark.parametrize(
     ("nodes", "partition_s", "seeds"),
     [
-        (10, 200.0, 6),
+        (10, 150.0, 2),
         pytest.param(10, 600.0, 20, marks=MANY),
         pytest.param(50, 600.0, 20, marks=MANY),
     ],
@@ -137,7 +136,7 @@ def test_a_split_longer_than_the_ttl_heals_within_four_rounds(
 
 def test_without_remembered_addresses_a_split_never_heals() -> None:
     """The control of row 7."""
-    case = Case(nodes=10, faults=Faults(partition_s=200.0), is_forgetful=True)
+    case = Case(nodes=4, faults=Faults(partition_s=150.0), is_forgetful=True)
     assert heal_rounds(case, 1) == GIVE_UP_ROUNDS
 
 
@@ -171,11 +170,11 @@ def _are_complete(nodes: Iterable[VirtualNode], count: int) -> bool:
 
 
 def _after_seed_loss(**control: object) -> list[float]:
-    """Completeness of the survivors' views, each interval of ten minutes without the seed."""
+    """Completeness of the survivors' views, each of 40 intervals without the seed."""
 
     async def whole() -> list[float]:
         fleet = VirtualFleet(
-            8,
+            5,
             seed=3,
             contacts=lambda index, rng: (0,) if index else (),
             **control,  # type: ignore[arg-type]
@@ -185,7 +184,7 @@ def _after_seed_loss(**control: object) -> list[float]:
         assert fleet.completeness() == 1.0
         await fleet.nodes["mini-00000"].kill()
         seen = []
-        for _ in range(60):
+        for _ in range(40):
             await fleet.run(DEFAULT_INTERVAL_S)
             seen.append(fleet.completeness())
         await fleet.stop()
@@ -198,7 +197,7 @@ def test_the_loss_of_the_only_seed_blinds_nobody() -> None:
     """Row 8, and the control: peers that are only ever those on the command line."""
     assert set(_after_seed_loss()) == {1.0}
     alone = _after_seed_loss(registry_type=Forgetful, routes=lambda card: "")
-    assert alone[-1] == pytest.approx(1 / 7)  # each sees itself
+    assert alone[-1] == pytest.approx(1 / 4)  # each sees itself
 
 
 def test_one_way_reachability_is_enough_for_equal_views() -> None:
@@ -261,13 +260,13 @@ def test_a_clock_that_jumps_hides_nobody(jump_s: float) -> None:
         node.clock.skew_s += jump_s
         for _ in range(60):
             await fleet.run(DEFAULT_INTERVAL_S)
-            assert all(len(other.live()) >= 9 for other in others)
+            assert all(len(other.live()) >= 4 for other in others)
             if jump_s < 0:
-                assert _are_complete(others, 10)
+                assert _are_complete(others, 5)
         node.clock.skew_s -= jump_s
-        await _rounds_until(lambda: _are_complete(fleet.up(), 10), 2)
+        await _rounds_until(lambda: _are_complete(fleet.up(), 5), 2)
 
-    _tell(story)
+    _tell(story, count=5)
 
 
 def test_after_sleep_the_view_is_full_within_two_rounds_and_nothing_old_is_used() -> None:
@@ -278,16 +277,16 @@ def test_after_sleep_the_view_is_full_within_two_rounds_and_nothing_old_is_used(
         sleeper = fleet.nodes["mini-00003"]
         await sleeper.suspend()
         await fleet.run(300)
-        for name in ("mini-00005", "mini-00006"):
+        for name in ("mini-00001", "mini-00004"):
             await fleet.nodes[name].kill()
         await fleet.run(1500)
         sleeper.wake(slept_s=1800.0)
-        dead = {"mini-00005", "mini-00006"}
+        dead = {"mini-00001", "mini-00004"}
         await asyncio.sleep(1e-6)  # its round has begun, no answer has come yet
         assert dead <= sleeper.registry.suspects() or not dead & sleeper.live()
         await _rounds_until(lambda: _usable(sleeper) == set(fleet.nodes) - dead, 2)
 
-    _tell(story)
+    _tell(story, count=5)
 
 
 def _usable(node: VirtualNode) -> set[str]:
@@ -299,8 +298,9 @@ def _usable(node: VirtualNode) -> set[str]:
 
 def test_one_seed_tells_one_story() -> None:
     case = Case(nodes=8, loss=0.2, faults=Faults(churn_per_hour=30.0))
-    assert hours(case, 5, 200.0) == hours(case, 5, 200.0)
-    assert hours(case, 5, 200.0) != hours(case, 6, 200.0)
+    told, again, other = (hours(case, seed, 150.0) for seed in (5, 5, 6))
+    assert told == again
+    assert told != other
 
 
 def test_a_loop_on_which_nothing_will_happen_says_so() -> None:

@@ -93,7 +93,7 @@ class Twins:
 
 @pytest.mark.parametrize("with_trust", [False, True])
 @pytest.mark.parametrize("incarnation", [4, 5])
-@pytest.mark.parametrize("seed", seeds(10, first=2))
+@pytest.mark.parametrize("seed", seeds(10, first=1))
 def test_the_second_gives_way_within_rounds_and_both_learn_of_each_other(
     seed: int, incarnation: int, with_trust: bool
 ) -> None:
@@ -108,7 +108,7 @@ def test_the_second_gives_way_within_rounds_and_both_learn_of_each_other(
         if copy.registry.own.is_leaving:
             gave_way_at.append(twins.town.t)
 
-    twins.run(100, look)
+    twins.run(40, look)  # beyond a TTL after it gave way
     for addresses in zip(*seen, strict=True):
         changes = [now for before, now in itertools.pairwise(addresses) if before != now]
         # A copy may take the other for an earlier life at first, and order itself above again.
@@ -142,7 +142,7 @@ def test_of_two_that_start_together_one_serves(seed: int) -> None:
 
 
 @given(data=st.data())
-@law(240)
+@law(240, part=20)
 def test_whatever_copies_do_the_original_is_seen_and_serves(data: st.DataObject) -> None:
     """Any starts, stops and kills of copies, any messages lost, any wrong clocks of copies."""
     twins = Twins(

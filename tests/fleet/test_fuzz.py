@@ -92,7 +92,7 @@ def _reshape(message: Message, rng: random.Random) -> None:
         else:
             setattr(message, field.name, _odd(field, value, rng))
     elif not value or rng.random() < 0.2:
-        for _ in range(rng.choice((1, 9, 65, 600))):
+        for _ in range(rng.choice((1, 1, 1, 9, 9, 9, 65, 600))):
             if is_message:
                 value.add()
             else:
@@ -188,8 +188,8 @@ def _fuzz(inputs: int, seed: int, *, trust: bool) -> None:
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_ten_thousand_broken_messages_break_nothing(trust: bool) -> None:
-    _fuzz(5000, seed=7, trust=trust)
+def test_six_thousand_broken_messages_break_nothing(trust: bool) -> None:
+    _fuzz(3000, seed=7, trust=trust)
 
 
 @pytest.mark.slow

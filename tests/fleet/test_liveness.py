@@ -87,8 +87,8 @@ async def test_a_killed_peer_breaks_its_streams_at_once_and_gets_no_new_work() -
 
 
 async def test_a_killed_node_is_suspected_by_the_whole_fleet_in_seconds() -> None:
-    """Row 1: 25 nodes of which one sees the death; no work is placed there after that."""
-    async with child_node() as child, fleet_of(25, child) as nodes:
+    """Row 1: 12 nodes of which one sees the death; no work is placed there after that."""
+    async with child_node() as child, fleet_of(12, child) as nodes:
         first = nodes[0].node
         assert _can_place(first)
         call = await hold(first.channels.get(child.address))
@@ -108,9 +108,13 @@ async def test_a_killed_node_is_suspected_by_the_whole_fleet_in_seconds() -> Non
         assert all("child" in one.node.known() for one in nodes)  # only the TTL removes it
 
 
-def test_a_first_failure_is_the_whole_fleets_knowledge_within_ten_seconds() -> None:
-    """Row 1 in virtual time, in 20 histories; in none was anybody else accused before."""
-    assert [run_virtual(_knowing(seed, 10.0)) for seed in range(20)] == [24] * 20
+HISTORIES = pytest.mark.parametrize("histories", [4, pytest.param(20, marks=pytest.mark.slow)])
+
+
+@HISTORIES
+def test_a_first_failure_is_the_whole_fleets_knowledge_within_ten_seconds(histories: int) -> None:
+    """Row 1 in virtual time; in no history was anybody else accused before."""
+    assert [run_virtual(_knowing(seed, 10.0)) for seed in range(histories)] == [24] * histories
 
 
 def test_without_probes_hardly_anybody_knows_after_ten_seconds() -> None:
@@ -118,10 +122,11 @@ def test_without_probes_hardly_anybody_knows_after_ten_seconds() -> None:
     assert run_virtual(_knowing(1, 10.0, has_probes=False)) < 12
 
 
-def test_lost_messages_accuse_hardly_anybody_and_convince_nobody() -> None:
-    """20 histories of half a minute in which one message of ten is lost: 72,000 views of a node."""
-    accused = [run_virtual(_accused(seed, loss=0.1)) for seed in range(20)]
-    assert sum(map(len, accused)) <= 7  # one of 10,000
+@HISTORIES
+def test_lost_messages_accuse_hardly_anybody_and_convince_nobody(histories: int) -> None:
+    """Histories of half a minute in which one message of ten is lost: 3,600 views of a node."""
+    accused = [run_virtual(_accused(seed, loss=0.1)) for seed in range(histories)]
+    assert sum(map(len, accused)) <= histories * 3600 // 10_000
     assert all(count == 1 for moments in accused for count in Counter(moments).values())
 
 
@@ -266,7 +271,7 @@ async def test_without_keepalive_neither_end_notices() -> None:
 
 
 async def test_a_node_that_only_some_can_dial_is_dead_for_nobody() -> None:
-    """Row 6: who dials whom does not matter to the views; 100 rounds without a flap."""
+    """Row 6: who dials whom does not matter to the views; 25 rounds without a flap."""
     async with running_node("gone") as gone:
         nowhere = gone.address
 
@@ -287,7 +292,7 @@ async def test_a_node_that_only_some_can_dial_is_dead_for_nobody() -> None:
         for one in (b, c):
             one.fail("a")
         await until(lambda: {one.doubt_of(a.node.address) for one in (b, c)} == {Doubt.ASYMMETRIC})
-        for _ in range(100):
+        for _ in range(25):
             for one in nodes:
                 await one.gossip.round()
             assert [one.suspects for one in nodes] == [set(), {"a"}, {"a"}, set()]
