@@ -1,7 +1,8 @@
 """What the gateway adds to a token: one SSE event from frame to socket, against json.dumps of it.
 
-Two lines: the making of one event in process (microseconds), and the whole path over a loopback
-socket, per token of a stream from a model that costs nothing (milliseconds; goal <= 0.15).
+Three lines: the making of one event in process (microseconds); the whole path over a loopback
+socket, per token of a stream from a model that costs nothing (milliseconds; goal <= 0.15); and the
+processor time of a chat's token with tools, whose marks are looked for, against one without (us).
 """
 
 from __future__ import annotations
@@ -123,6 +124,34 @@ async def socket_ms(folder: Path) -> float:
     return statistics.median(taken)
 
 
+async def chat_cpu_us(folder: Path) -> tuple[float, float]:
+    """Processor time of this process per token of a streamed chat, with tools and without."""
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    model = FreeModel(folder, context_tokens=TOKENS + 2000)
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    async with serving(model) as served:
+        for has_tools in (True, False) * ROUNDS:
+            asked = {
+                "model": "toy",
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": TOKENS,
+                "stream": True,
+                "tools": [tool] if has_tools else [],
+            }
+            body = json.dumps(asked).encode()
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            head += b"Content-Length: %d\r\n\r\n" % len(body)
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            began = time.process_time()
+            writer.write(head + body)
+            while b"[DONE]" not in await reader.read(1 << 16):
+                pass
+            taken[has_tools].append((time.process_time() - began) / TOKENS * 1e6)
+            writer.close()
+    return statistics.median(taken[True]), statistics.median(taken[False])
+
+
 def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -131,9 +160,17 @@ def main() -> None:
         folder = make_folder(Path(place))
         ours, plain = making(folder)
         over_socket = asyncio.run(socket_ms(folder))
+        with_tools, without = asyncio.run(chat_cpu_us(folder))
     rows = [
         ("gateway: one SSE event, us", ours, plain, plain / ours, ">= 2x json.dumps"),
         ("gateway: per token to a socket, ms", over_socket, 0.77, 0.77 / over_socket, "<= 0.15"),
+        (
+            "gateway: CPU of a chat's token, tools, us",
+            with_tools,
+            without,
+            without / with_tools,
+            "<= 150",
+        ),
     ]
     for what, figure, baseline, ratio, goal in rows:
         row = {"what": what, "ours": round(figure, 4), "baseline": round(baseline, 4)}
