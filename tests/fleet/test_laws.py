@@ -78,7 +78,7 @@ def _registry(name: str = "me") -> CapabilityRegistry:
 
 
 @given(told=st.lists(tellings, max_size=14), seed=st.integers(0, 2**16))
-@law(3600)
+@law(3600, part=20)
 def test_any_order_split_and_repetition_gives_one_view(told: list[Told], seed: int) -> None:
     rng = random.Random(seed)
     straight, mixed = _registry(), _registry()
@@ -99,7 +99,7 @@ def test_any_order_split_and_repetition_gives_one_view(told: list[Told], seed: i
 
 
 @given(told=st.lists(tellings, max_size=14))
-@law(1400)
+@law(1400, part=12)
 def test_what_was_taken_once_changes_nothing_the_second_time(told: list[Told]) -> None:
     registry = _registry()
     for one in told:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, KakeyaError
@@ -13,6 +13,7 @@ from kakeya.fleet.gossip.messages import Digest, decode_digest, encode_digest
 from kakeya.fleet.view.beats import Beats
 from kakeya.fleet.view.keys import KeyTable
 from kakeya.v1 import fleet_pb2 as pb
+from tests.laws import law
 
 numbers_of_any_length = st.lists(
     st.one_of(st.integers(0, 200), st.integers(0, 2**14), st.integers(0, 2**32 - 1)), max_size=40
@@ -38,7 +39,7 @@ def _message(beats: Beats, tenths: list[int]) -> pb.Heartbeats:
 
 
 @given(numbers=numbers_of_any_length)
-@settings(max_examples=500, deadline=None)
+@law(500)
 def test_numbers_are_packed_as_protobuf_packs_them(numbers: list[int]) -> None:
     message = pb.Heartbeats(beats=numbers).SerializeToString()
     packed = pack(np.array(numbers, np.uint64))
@@ -53,7 +54,7 @@ def test_numbers_are_packed_as_protobuf_packs_them(numbers: list[int]) -> None:
     told=st.integers(0, 20),
     proofs=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@law(300)
 def test_columns_are_byte_for_byte_what_protobuf_writes_and_reads(
     keys: list[int], numbers: list[int], told: int, proofs: bool
 ) -> None:
@@ -91,7 +92,7 @@ def test_a_digest_is_read_wherever_its_beats_stand() -> None:
 
 
 @given(data=st.binary(max_size=60))
-@settings(max_examples=1000, deadline=None)
+@law(1000)
 def test_bytes_that_are_no_columns_are_a_typed_error(data: bytes) -> None:
     try:
         came = columns_from_wire(data)
@@ -113,7 +114,7 @@ def test_numbers_that_break_off_or_are_too_long_are_refused(packed: bytes) -> No
         max_size=120,
     )
 )
-@settings(max_examples=300, deadline=None)
+@law(300)
 def test_a_table_of_keys_is_a_dictionary(steps: list[tuple[bool, int, int, int]]) -> None:
     table, truth = KeyTable(), dict[int, int]()
     for is_drop, high, low, place in steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.fleet.cards.cards import Endpoint
@@ -17,6 +17,7 @@ from kakeya.fleet.paths.round_trips import (
     RoundTrips,
     coarse_ms,
 )
+from tests.laws import law
 
 CABLE, LAN = "169.254.0.1:50051", "10.0.0.1:50051"
 OWN = (Endpoint(CABLE, "thunderbolt", 10), Endpoint(LAN, "lan", 20))
@@ -98,7 +99,7 @@ def test_what_is_no_time_is_passed_over_and_peers_are_bounded() -> None:
     times=st.lists(st.floats(0.001, 5000.0), min_size=1, max_size=400),
     gap_s=st.floats(1.0, 60.0),
 )
-@settings(max_examples=100, deadline=None)
+@law(100, part=4)
 def test_whatever_is_measured_the_card_changes_at_most_once_in_five_minutes(
     times: list[float], gap_s: float
 ) -> None:
@@ -113,7 +114,7 @@ def test_whatever_is_measured_the_card_changes_at_most_once_in_five_minutes(
 
 
 @given(center_ms=st.floats(0.05, 900.0), seed=st.integers(0, 99))
-@settings(max_examples=200, deadline=None)
+@law(200, part=4)
 def test_noise_on_a_steady_link_changes_nothing_after_the_first_figure(
     center_ms: float, seed: int
 ) -> None:

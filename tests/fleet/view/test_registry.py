@@ -36,7 +36,7 @@ def _view(registry: CapabilityRegistry) -> list[bytes]:
 
 
 @given(batch=st.lists(wires, max_size=25), seed=st.integers(0, 2**16))
-@law(2500)
+@law(2500, part=15)
 def test_merges_commute_associate_and_repeat_without_effect(batch: list[bytes], seed: int) -> None:
     """RELIABILITY row 16: any order, split and repetition, ties included, gives one view."""
     straight = make_registry()

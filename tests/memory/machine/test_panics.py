@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.memory.machine.panics import (
@@ -28,6 +28,7 @@ from kakeya.memory.machine.panics import (
     read_reports,
     report_folders,
 )
+from tests.laws import law
 
 TIME = "2026-03-31 09:43:10.00 +0900"
 AT = datetime.fromisoformat("2026-03-31T00:43:10+00:00").timestamp()
@@ -232,7 +233,7 @@ def test_names_in_reports_break_no_line() -> None:
     assert report.process.isprintable()
 
 
-@settings(max_examples=300)
+@law(300)
 @given(st.text(max_size=400) | st.sampled_from([GPU, OWN_KILL, WATCHDOG]), st.data())
 def test_no_text_makes_the_parser_fail(text: str, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text)))
@@ -250,7 +251,7 @@ FIELD = st.sampled_from(
 )
 
 
-@settings(max_examples=200)
+@law(200, part=4)
 @given(st.dictionaries(FIELD, JSON | st.lists(st.dictionaries(FIELD, JSON), max_size=3)))
 def test_no_body_makes_the_parser_fail(body: dict[str, object]) -> None:
     report = parse_report(header("298") + "\n" + json.dumps(body))
