@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from kakeya.cli.child import NodeProcess
-from tests.node.nodes import VERIFIER, model_state, run_cli
+from tests.node.nodes import VERIFIER, NodeProcess, model_state, run_cli
 from tests.waiting import eventually, wait_until
 
 CAT = ("sh", "-c", "echo up; exec cat")
