@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
 from kakeya.text.folder import stated_context, token_count
 
 _DEFAULT_TOKENS = 8192
@@ -34,6 +32,8 @@ def context_tokens(folder: Path, sections: Iterable[Mapping[str, Any]]) -> int:
 def _default(model_type: str) -> int:
     """The positions of an architecture by its defaults; 0 = unknown."""
     with contextlib.suppress(Exception):  # other people's constructors: any fault means unknown
+        from transformers import CONFIG_MAPPING  # two seconds, and few folders need it
+
         config = CONFIG_MAPPING[model_type]()
         return token_count(getattr(config, "max_position_embeddings", 0))
     return 0

@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 from kakeya.core.errors import ConfigError
+from kakeya.mlx.imports import import_without_tokenizers
 
 
 def main(folder: str) -> int:
     """Print the layers, or on stderr why there are none."""
+    import_without_tokenizers()
     from kakeya.mlx.loader import read_network
     from kakeya.mlx.lora import linear_sizes
 

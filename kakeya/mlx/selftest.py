@@ -11,6 +11,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from kakeya.mlx.imports import import_without_tokenizers
 from kakeya.mlx.numerics.blas import preload_blas
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _STEPS = 8
 def main(folder: str) -> None:
     """Run the test on the model in a folder and print the result."""
     has_blas = preload_blas(1)
+    import_without_tokenizers()
     import mlx.core as mx
 
     from kakeya.mlx.loader import load

@@ -209,12 +209,16 @@ def load_model(options: Namespace) -> Model:
 
 
 def _before_mlx(options: Namespace) -> tuple[bool, LoadTeller]:
-    """Load a fast BLAS, whether there is one, and begin to say how far the load is."""
+    """Load a fast BLAS, whether there is one, and mlx-lm; begin to say how far the load is."""
     from kakeya.mlx.numerics.blas import preload_blas
 
     told = LoadTeller(_say)
     told(LoadPhase.START)
-    return preload_blas(max(1, options.blas_threads)), told
+    accelerated = preload_blas(max(1, options.blas_threads))
+    from kakeya.mlx.imports import import_without_tokenizers
+
+    import_without_tokenizers()
+    return accelerated, told
 
 
 def _say(line: str) -> None:
