@@ -11,7 +11,9 @@ DRAFT_TERMS = Terms(priority=RequestPriority.BATCH)
 """The least urgent terms: drafts only make a generation faster."""
 _PRIORITIES = {
     GenerationPriority.URGENT: RequestPriority.URGENT,
+    GenerationPriority.HIGH: RequestPriority.HIGH,
     GenerationPriority.NORMAL: RequestPriority.NORMAL,
+    GenerationPriority.LOW: RequestPriority.LOW,
     GenerationPriority.BATCH: RequestPriority.BATCH,
     GenerationPriority.SPECULATIVE: RequestPriority.BATCH,
 }

@@ -44,6 +44,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
 from kakeya.gateway.anthropic.count import CountRoute
 from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
+from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
 from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.explain import ExplainRoute
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
@@ -171,12 +172,12 @@ def _dialects(generations: Generations, store: ResponseStore) -> list[Route]:
     message = GenerationRoute(lambda body, _: parse_message(body), generations)
     stored = StoredResponses(store)
     return [
-        BodyRoute("/v1/chat/completions", chat, CHAT, CHAT_NO_OPS),
-        BodyRoute("/v1/completions", completion, COMPLETION, CHAT_NO_OPS),
-        BodyRoute("/v1/responses", response, RESPONSE, RESPONSE_NO_OPS),
+        BodyRoute("/v1/chat/completions", chat, CHAT | COORDINATOR_FIELDS, CHAT_NO_OPS),
+        BodyRoute("/v1/completions", completion, COMPLETION | COORDINATOR_FIELDS, CHAT_NO_OPS),
+        BodyRoute("/v1/responses", response, RESPONSE | COORDINATOR_FIELDS, RESPONSE_NO_OPS),
         Route("/v1/responses/{response_id}", stored.show),
         Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
-        BodyRoute("/v1/messages", message, MESSAGE, MESSAGE_NO_OPS),
+        BodyRoute("/v1/messages", message, MESSAGE | COORDINATOR_FIELDS, MESSAGE_NO_OPS),
         BodyRoute("/v1/messages/count_tokens", CountRoute(generations), MESSAGE, MESSAGE_NO_OPS),
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 
 from starlette.datastructures import Headers
@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import KakeyaError
 from kakeya.gateway.answer import GeneratedAnswer, Part
+from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
 from kakeya.gateway.generation import Generations, HttpGeneration, client_of
 from kakeya.gateway.http.connection import Connection, read_request
 from kakeya.gateway.http.edge import send_json, stopping
@@ -31,15 +32,17 @@ class GenerationRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
-        headers, caller = Headers(scope=scope), client_of(scope)
+        headers = Headers(scope=scope)
+
+        def read(whole: Mapping[str, object]) -> tuple[Reply, CoordinatorFields, str]:
+            body, fields = take_fields(whole)
+            share = share_of(client_of(scope) or fields.client, scope)
+            return self._dialect(body, share), fields, session_of(body, headers)
+
+        reply, fields, session = await read_request(scope, receive, generations.limits, read)
+        asked = generations.settled(fields.applied(reply.asked, scope), session, scope)
+        caller = client_of(scope)
         share = share_of(caller, scope)
-        reply, session = await read_request(
-            scope,
-            receive,
-            generations.limits,
-            lambda body: (self._dialect(body, share), session_of(body, headers)),
-        )
-        asked = generations.settled(reply.asked, session, scope)
         params = asked.params
         note_left_out(scope, params.left_out)
         model = generations.find(params.model, caller)

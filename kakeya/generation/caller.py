@@ -12,25 +12,36 @@ from kakeya.core.errors import InvalidArgument
 from kakeya.generation.request import GenerationPriority
 
 PRIORITY = "x-kakeya-priority"
-"""Metadata of a gRPC call: 0 or urgent, 1 or normal, 2 or batch."""
-ASKABLE = (GenerationPriority.URGENT, GenerationPriority.NORMAL, GenerationPriority.BATCH)
-"""The priorities that a caller may ask for; speculative work is the node's own."""
-_WORDS: Mapping[str, GenerationPriority] = {
-    word: priority for priority in ASKABLE for word in (str(int(priority)), priority.name.lower())
+"""Metadata of a gRPC call and header of an HTTP request: a word of `PRIORITIES`."""
+PRIORITIES: Mapping[str, GenerationPriority] = {
+    one.name.lower(): one for one in GenerationPriority if one is not GenerationPriority.SPECULATIVE
 }
+"""The priorities that a caller may ask for; speculative work is the node's own."""
+PRIORITY_NUMBERS = (
+    GenerationPriority.URGENT,
+    GenerationPriority.NORMAL,
+    GenerationPriority.BATCH,
+)
+"""The priorities that have a number, which is their place here."""
+_WORDS = {str(at): one for at, one in enumerate(PRIORITY_NUMBERS)} | dict(PRIORITIES)
 
 
 def read_priority(metadata: Iterable[tuple[str, str | bytes]]) -> GenerationPriority:
     """Read the priority that a gRPC call asks for; absent is NORMAL. Raises InvalidArgument."""
     said = next((value for key, value in metadata if key == PRIORITY), "")
-    if not said:
-        return GenerationPriority.NORMAL
-    if not isinstance(said, str) or said not in _WORDS:
+    return priority_of(said, PRIORITY) if said else GenerationPriority.NORMAL
+
+
+def priority_of(said: object, param: str) -> GenerationPriority:
+    """Read a priority, by its name or its number. Raises InvalidArgument naming the parameter."""
+    word = str(said) if type(said) is int else said
+    if not isinstance(word, str) or word not in _WORDS:
         raise InvalidArgument(
-            f"{PRIORITY} is {str(said)[:40]!r}; it must be one of {', '.join(_WORDS)}",
-            param=PRIORITY,
+            f"{param} is {str(said)[:40]!r}; it must be one of {', '.join(PRIORITIES)}, or "
+            f"{', '.join(map(str, range(len(PRIORITY_NUMBERS))))}",
+            param=param,
         )
-    return _WORDS[said]
+    return _WORDS[word]
 
 
 def peer_host(peer: str) -> str:

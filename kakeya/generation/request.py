@@ -127,9 +127,11 @@ class GenerationPriority(IntEnum):
     """Urgency of a generation; a more urgent one goes first, and may interrupt a less urgent."""
 
     URGENT = 0
-    NORMAL = 1
-    BATCH = 2
-    SPECULATIVE = 3
+    HIGH = 1
+    NORMAL = 2
+    LOW = 3
+    BATCH = 4
+    SPECULATIVE = 5
     """Work that no caller waits for: prefixes that are warmed ahead."""
 
 

@@ -285,9 +285,9 @@ def test_rows_that_are_parked_again_and_again_get_what_each_gets_alone(
     """In a prompt, with a step in flight and between blocks; no token is computed twice."""
     rig = Rig(rigs[name].model, tools())
     batch = DecodeJob(
-        token_ids=[5, 9, 13, 2, 7] * 30, max_tokens=40, draft_sources=NGRAM, priority=2, client="b"
+        token_ids=[5, 9, 13, 2, 7] * 30, max_tokens=40, draft_sources=NGRAM, priority=4, client="b"
     )
-    other = DecodeJob(token_ids=[3, 1, 2], max_tokens=60, priority=2, client="o")
+    other = DecodeJob(token_ids=[3, 1, 2], max_tokens=60, priority=4, client="o")
     urgent = [
         DecodeJob(token_ids=[at] * 40, max_tokens=3, priority=0, client="u") for at in range(1, 5)
     ]

@@ -208,7 +208,7 @@ def test_who_makes_place_between_its_first_token_and_its_step_says_the_same() ->
         int(one == first).to_bytes(LOGIT_BYTES, "little") for one in range(vocabulary)
     )
     urgent: list[Told] = []
-    slow = line.submit(max_tokens=9, priority=2, client="slow", offer=KvOffer(logits=logits))
+    slow = line.submit(max_tokens=9, priority=4, client="slow", offer=KvOffer(logits=logits))
     held: list[int] = []
 
     def make_place() -> None:

@@ -91,7 +91,7 @@ def test_what_is_parked_goes_for_those_that_grow_and_comes_back(pages, free, len
     lender = Lender(rig, pages, lambda told: 0.001 if lends else None)
     keeps_to(rig)
     batch = rig.submit(
-        token_ids=prompt(500), max_tokens=300, priority=2, park_id=1, retries=0 if lends else 1
+        token_ids=prompt(500), max_tokens=300, priority=4, park_id=1, retries=0 if lends else 1
     )
     urgent = rig.submit(0.8, token_ids=prompt(500, 9), max_tokens=1400, priority=0, park_id=2)
     rig.run()
@@ -110,7 +110,7 @@ def test_what_is_parked_goes_for_room_last_first_and_is_made_again_only_without_
     lender = Lender(rig, pages, lambda told: 0.001 if lends else None)
     parked = [
         rig.submit(
-            token_ids=prompt(500, at), max_tokens=300, priority=2, park_id=at, retries=3 - 3 * lends
+            token_ids=prompt(500, at), max_tokens=300, priority=4, park_id=at, retries=3 - 3 * lends
         )
         for at in (1, 2)
     ]
@@ -142,7 +142,7 @@ def test_what_the_agent_wants_back_goes_when_its_pages_are_there(pages, free):
     rig = VirtualRig(places=1)
     lender = Lender(rig, pages, lambda told: 0.1)
     limits = rig.scheduler.limits
-    batch = rig.submit(token_ids=prompt(300), max_tokens=200, priority=2, park_id=1)
+    batch = rig.submit(token_ids=prompt(300), max_tokens=200, priority=4, park_id=1)
     urgent = rig.submit(0.5, token_ids=prompt(300, 9), max_tokens=200, priority=0, park_id=2)
     held = []
 

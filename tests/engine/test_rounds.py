@@ -58,7 +58,7 @@ def test_what_nobody_waits_for_hardly_slows_who_decodes_or_comes() -> None:
         rig = VirtualRig(places=4)
         told = rig.submit(2.0, token_ids=prompt(400), max_tokens=600)
         if beside:
-            warm = rig.submit(token_ids=prompt(6000), max_tokens=0, priority=3)
+            warm = rig.submit(token_ids=prompt(6000), max_tokens=0, priority=5)
         rig.run()
         if beside:
             assert warm.is_over
@@ -74,7 +74,7 @@ def test_what_nobody_waits_for_hardly_slows_who_decodes_or_comes() -> None:
 def test_what_nobody_waits_for_goes_on_though_somebody_always_decodes() -> None:
     rig = VirtualRig(places=4)
     stream = rig.submit(token_ids=prompt(5), max_tokens=4000)
-    warm = rig.submit(0.1, token_ids=prompt(20 * 32), max_tokens=0, priority=3)
+    warm = rig.submit(0.1, token_ids=prompt(20 * 32), max_tokens=0, priority=5)
     rig.run()
     assert warm.prefill_at_s[-1] < stream.at_s[-1]
     assert warm.prefill_at_s[-1] <= 0.1 + 20 * CHUNK_S * (SPARE_RATIO + 2)
@@ -120,7 +120,7 @@ def test_first_words_do_not_wait_for_a_long_chunk() -> None:
 @pytest.mark.parametrize("at_s", [0.2, 1.3], ids=["in its prompt", "in its answer"])
 def test_an_urgent_one_parks_a_less_urgent_one_which_loses_nothing(at_s: float) -> None:
     rig = VirtualRig(places=1)
-    batch = rig.submit(token_ids=prompt(1000), max_tokens=200, priority=2)
+    batch = rig.submit(token_ids=prompt(1000), max_tokens=200, priority=4)
     urgent = rig.submit(at_s, token_ids=prompt(100, 9), max_tokens=20, priority=0)
     rig.run()
     assert urgent.done is not None
@@ -173,7 +173,7 @@ def test_a_flood_of_urgent_ones_does_not_starve_a_normal_one(places: int) -> Non
         for at in range(220)
     ]
     normal = rig.submit(1.0, token_ids=prompt(300, 77), max_tokens=50, client="b")
-    speculative = rig.submit(1.0, token_ids=prompt(300, 78), max_tokens=0, priority=3, client="c")
+    speculative = rig.submit(1.0, token_ids=prompt(300, 78), max_tokens=0, priority=5, client="c")
     rig.run()
     assert normal.tokens == expected(normal.job.token_ids, 50)
     assert normal.at_s[-1] < 1.0 + 3 * AGED_S
@@ -183,7 +183,7 @@ def test_a_flood_of_urgent_ones_does_not_starve_a_normal_one(places: int) -> Non
 
 def test_a_parked_one_whose_kv_went_is_told_that_it_can_go_on() -> None:
     rig = VirtualRig(places=1, kv_bytes=4 * BLOCK)
-    batch = rig.submit(token_ids=prompt(300), max_tokens=200, priority=2)
+    batch = rig.submit(token_ids=prompt(300), max_tokens=200, priority=4)
     rig.submit(0.5, token_ids=prompt(600, 9), max_tokens=100, priority=0)
     rig.run()
     assert isinstance(batch.error, MemoryRefused)
@@ -193,7 +193,7 @@ def test_a_parked_one_whose_kv_went_is_told_that_it_can_go_on() -> None:
 
 def test_a_parked_one_that_is_given_up_leaves_and_its_kv_is_kept() -> None:
     rig = VirtualRig(places=1)
-    batch = rig.submit(token_ids=prompt(300), max_tokens=200, priority=2, kv_key="k")
+    batch = rig.submit(token_ids=prompt(300), max_tokens=200, priority=4, kv_key="k")
     rig.submit(0.5, token_ids=prompt(600, 9), max_tokens=100, priority=0)
     rig.cancel(0.8, batch)
     rig.run()
@@ -213,9 +213,9 @@ def test_one_whose_deadline_passes_in_the_queue_ends_and_is_never_computed() -> 
 
 def test_one_that_is_parked_in_its_prompt_is_told_when_it_cannot_keep_its_deadline() -> None:
     rig = VirtualRig(places=1)
-    late = rig.submit(token_ids=prompt(1000), max_tokens=5, priority=2, deadline_s=3.0)
+    late = rig.submit(token_ids=prompt(1000), max_tokens=5, priority=4, deadline_s=3.0)
     early = rig.submit(
-        0.1, token_ids=prompt(200), max_tokens=5, priority=2, deadline_s=20.0, client="b"
+        0.1, token_ids=prompt(200), max_tokens=5, priority=4, deadline_s=20.0, client="b"
     )
     told: list[float] = []
     rig.check = lambda: told.append(rig.now_s) if late.error is not None and not told else None
@@ -232,7 +232,7 @@ def test_one_that_is_parked_in_its_prompt_is_told_when_it_cannot_keep_its_deadli
 
 def test_one_that_is_parked_in_its_prompt_and_can_keep_its_deadline_does() -> None:
     rig = VirtualRig(places=1)
-    batch = rig.submit(token_ids=prompt(1000), max_tokens=5, priority=2, deadline_s=3.0)
+    batch = rig.submit(token_ids=prompt(1000), max_tokens=5, priority=4, deadline_s=3.0)
     rig.submit(0.2, token_ids=prompt(500, 9), max_tokens=100, priority=0)
     rig.run()
     assert batch.tokens == expected(batch.job.token_ids, 5)
@@ -241,7 +241,7 @@ def test_one_that_is_parked_in_its_prompt_and_can_keep_its_deadline_does() -> No
 
 def test_one_that_was_parked_behind_its_first_token_has_no_deadline_any_more() -> None:
     rig = VirtualRig(places=1)
-    batch = rig.submit(token_ids=prompt(1000), max_tokens=100, priority=2, deadline_s=1.2)
+    batch = rig.submit(token_ids=prompt(1000), max_tokens=100, priority=4, deadline_s=1.2)
     urgent = rig.submit(1.1, token_ids=prompt(1000, 9), max_tokens=400, priority=0)
     rig.run()
     assert batch.at_s[0] < 1.2 < urgent.at_s[-1] < batch.at_s[-1]
@@ -294,7 +294,7 @@ def test_one_that_is_cancelled_in_the_queue_leaves_it_before_the_next_step() -> 
 
 def test_prefill_only_leaves_its_kv_and_no_token() -> None:
     rig = VirtualRig()
-    warmed = rig.submit(token_ids=prompt(300), max_tokens=0, priority=3, kv_key="k")
+    warmed = rig.submit(token_ids=prompt(300), max_tokens=0, priority=5, kv_key="k")
     rig.run()
     assert warmed.done is not None
     assert not warmed.tokens
@@ -337,7 +337,7 @@ JOBS = st.lists(
             "at_s": st.floats(0, 3),
             "length": st.integers(1, 900),
             "max_tokens": st.integers(1, 120),
-            "priority": st.integers(0, 3),
+            "priority": st.integers(0, 5),
             "client": st.sampled_from("abc"),
             "kv_key": st.sampled_from(["", "", "k", "l"]),
             "cancel_s": st.none() | st.floats(0, 4),

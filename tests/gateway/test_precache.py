@@ -158,6 +158,8 @@ async def test_a_client_is_told_to_the_engine_for_its_fair_share(folder):
         ({"service_tier": "priority"}, GenerationPriority.URGENT, ""),
         ({"service_tier": "flex", "priority": 2}, GenerationPriority.BATCH, ""),
         ({"priority": 0, "service_tier": "auto"}, GenerationPriority.URGENT, ""),
+        ({"priority": "high"}, GenerationPriority.HIGH, ""),
+        ({"x_priority": "low", "priority": "high", "x_other": [1]}, GenerationPriority.LOW, ""),
         ({"user": "b", "safety_identifier": "c"}, GenerationPriority.NORMAL, "c"),
         ({"user": "long " * 13}, GenerationPriority.NORMAL, sha256(b"long " * 13).hexdigest()),
     ],
@@ -175,6 +177,7 @@ async def test_who_asks_and_how_urgently_is_told_to_the_engine(folder, body, pri
     ("body", "param"),
     [
         ({"priority": 3}, "priority"),
+        ({"priority": "speculative"}, "priority"),
         ({"priority": True}, "priority"),
         ({"service_tier": "gold"}, "service_tier"),
         ({"service_tier": "flex", "priority": 0}, "priority"),

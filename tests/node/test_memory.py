@@ -366,6 +366,8 @@ async def test_a_request_waits_for_a_load_and_its_model_leaves_the_card_without_
     memory. What holds the room of a model that is away takes it off the card."""
     wanted = {
         GenerationPriority.URGENT: RequestPriority.URGENT,
+        GenerationPriority.HIGH: RequestPriority.HIGH,
+        GenerationPriority.LOW: RequestPriority.LOW,
         GenerationPriority.BATCH: RequestPriority.BATCH,
         GenerationPriority.NORMAL: RequestPriority.NORMAL,
         GenerationPriority.SPECULATIVE: RequestPriority.BATCH,

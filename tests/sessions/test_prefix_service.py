@@ -131,8 +131,10 @@ async def test_who_asks_and_how_urgently_is_told_to_the_engine():
         ):
             await generate(node, [2], [(PRIORITY, said)], session)
             assert node.model.requests[-1].priority is priority
-        for said in ("3", "speculative", "high"):
-            with pytest.raises(grpc.aio.AioRpcError, match="0, urgent, 1, normal, 2, batch"):
+        for said in ("3", "speculative", "fast"):
+            with pytest.raises(
+                grpc.aio.AioRpcError, match="urgent, high, normal, low, batch, or 0, 1, 2"
+            ):
                 await generate(node, [2], [(PRIORITY, said)], session)
         async with Client(node.address, client_name="alice") as client:
             async with await client.create_session() as own:

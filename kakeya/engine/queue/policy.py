@@ -26,8 +26,8 @@ from typing import TypeVar
 INPUT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
 """An output token takes a step of its own; tokens of a prompt share forwards."""
-CLASSES = 4
-"""Priorities 0 to 3."""
+CLASSES = 6
+"""Priorities 0 to 5."""
 SPECULATIVE = CLASSES - 1
 """Work that no client waits for: it may be parked at any time."""
 EQUAL_TOKENS = 1024

@@ -4,7 +4,8 @@ x-kakeya-moved     the kinds of lines that were taken out of the way of the pref
                    "billing_header, date"
 x-kakeya-warning   what the answer does not have of what was asked, in sentences
 x-kakeya-ignored   the names of unknown parameters that it was answered without, each
-                   percent-encoded; only where the setting `http.unknown` is "warn"
+                   percent-encoded: those that begin with x_, and others only where the setting
+                   `http.unknown` is "warn"
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def note_left_out(scope: Scope, sentences: Sequence[str]) -> None:
 
 def note_ignored(scope: Scope, names: Iterable[str]) -> None:
     """Note the parameters that a request is answered without."""
-    scope[_IGNORED] = ", ".join(quote(name, safe="", errors="replace") for name in names)
+    scope[_IGNORED] = (*scope.get(_IGNORED, ()), *names)
 
 
 def receipt_headers(scope: Scope) -> dict[str, str]:
@@ -48,6 +49,8 @@ def receipt_headers(scope: Scope) -> dict[str, str]:
     told = {
         "x-kakeya-moved": ", ".join(moved_of(scope)),
         "x-kakeya-warning": scope.get(_LEFT_OUT, ""),
-        "x-kakeya-ignored": scope.get(_IGNORED, ""),
+        "x-kakeya-ignored": ", ".join(
+            quote(name, safe="", errors="replace") for name in scope.get(_IGNORED, ())
+        ),
     }
     return {name: said[:_MOST_CHARS] for name, said in told.items() if said}

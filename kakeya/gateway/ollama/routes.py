@@ -7,6 +7,7 @@ from collections.abc import Callable
 from starlette.routing import Route
 
 from kakeya.core.clock import Clock
+from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
 from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.generation import Generations
 from kakeya.gateway.http.fields import opaque
@@ -43,7 +44,7 @@ def ollama_routes(
         Route("/api/tags", models.tags),
         Route("/api/ps", models.loaded),
         BodyRoute("/api/show", models.show, opaque("model", "name"), takes_more=True),
-        BodyRoute("/api/chat", chat, OLLAMA_CHAT, OLLAMA_NO_OPS),
-        BodyRoute("/api/generate", generate, OLLAMA_GENERATE, OLLAMA_NO_OPS),
+        BodyRoute("/api/chat", chat, OLLAMA_CHAT | COORDINATOR_FIELDS, OLLAMA_NO_OPS),
+        BodyRoute("/api/generate", generate, OLLAMA_GENERATE | COORDINATOR_FIELDS, OLLAMA_NO_OPS),
         BodyRoute("/api/embed", embed, EMBED, EMBED_NO_OPS),
     ]

@@ -1,6 +1,6 @@
 """The urgency that a request asks for, and its caller and user, for fair shares.
 
-priority        ours: 0 urgent, 1 normal, 2 batch
+priority        ours: urgent, high, normal, low, batch; or 0 urgent, 1 normal, 2 batch
 service_tier    OpenAI's: "priority", "default" or "auto", "flex"
 user, safety_identifier
                 the user that the caller asks for: its users divide its share
@@ -14,8 +14,8 @@ from hashlib import sha256
 from starlette.types import Scope
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.gateway.http.fields import choice_field, integer_field, table, text_field
-from kakeya.generation.caller import ASKABLE
+from kakeya.gateway.http.fields import choice_field, table, text_field, value_field
+from kakeya.generation.caller import PRIORITIES, PRIORITY_NUMBERS, priority_of
 from kakeya.generation.request import GenerationPriority
 
 _LONG_NAME = 64
@@ -26,7 +26,11 @@ _TIERS = {
     "priority": GenerationPriority.URGENT,
     "flex": GenerationPriority.BATCH,
 }
-_PRIORITY = integer_field("priority", ASKABLE[0], ASKABLE[-1])
+_PRIORITY = value_field(
+    "priority",
+    lambda said: None if said is None else priority_of(said, "priority"),
+    {"enum": [*PRIORITIES, *range(len(PRIORITY_NUMBERS))]},
+)
 _TIER = choice_field("service_tier", tuple(_TIERS))
 USERS = (text_field("safety_identifier"), text_field("user"))
 SHARE_PARAMS = table(_PRIORITY, _TIER, *USERS)
@@ -34,23 +38,25 @@ SHARE_PARAMS = table(_PRIORITY, _TIER, *USERS)
 
 def read_priority(body: Mapping[str, object]) -> GenerationPriority:
     """Read the urgency. Raises InvalidArgument, also where two parameters differ."""
-    number, tier = _PRIORITY.read(body), _TIER.read(body)
+    asked, tier = _PRIORITY.read(body), _TIER.read(body)
     if tier is None:
-        return GenerationPriority.NORMAL if number is None else GenerationPriority(number)
-    if number is not None and tier != "auto" and number != _TIERS[tier]:
+        return GenerationPriority.NORMAL if asked is None else asked
+    if asked is not None and tier != "auto" and asked is not _TIERS[tier]:
         raise InvalidArgument(
-            f"priority {number} and service_tier {tier!r} differ; give one of them",
+            f"priority {asked.name.lower()} and service_tier {tier!r} differ; give one of them",
             param="priority",
         )
-    return _TIERS[tier] if number is None else GenerationPriority(number)
+    return _TIERS[tier] if asked is None else asked
 
 
 def read_user(body: Mapping[str, object]) -> str:
     """Read the user that the caller asks for; "" = none. A long name becomes its digest."""
-    for field in USERS:
-        if user := field.read(body):
-            return sha256(user.encode()).hexdigest() if len(user) > _LONG_NAME else user
-    return ""
+    return next((name_of(user) for field in USERS if (user := field.read(body))), "")
+
+
+def name_of(said: str) -> str:
+    """The name by which a caller or user is known; a long one becomes its digest."""
+    return sha256(said.encode()).hexdigest() if len(said) > _LONG_NAME else said
 
 
 def share_of(client: str, scope: Scope) -> str:

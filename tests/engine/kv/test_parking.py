@@ -22,7 +22,7 @@ from tests.engine.virtual_rig import VirtualRig, expected
 BATCH = {
     "token_ids": [(7 * at) % 96 for at in range(300)],
     "max_tokens": 60,
-    "priority": 2,
+    "priority": 4,
     "sampling": Sampling(temperature=0.9, seed=5),
 }
 URGENT = {"token_ids": [(5 * at) % 96 for at in range(290)], "max_tokens": 12, "priority": 0}
@@ -222,7 +222,7 @@ JOBS = st.lists(
             "at_s": st.floats(0, 2),
             "length": st.integers(1, 700),
             "max_tokens": st.integers(1, 120),
-            "priority": st.integers(0, 2),
+            "priority": st.integers(0, 4),
             "client": st.sampled_from("ab"),
             "kv_key": st.sampled_from(["", "k"]),
             "cancel_s": st.none() | st.floats(0, 4),

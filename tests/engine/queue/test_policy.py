@@ -36,7 +36,7 @@ def claim(
     number: int = 0,
     *,
     client: str = "a",
-    priority: int = 1,
+    priority: int = 2,
     used: int = 0,
     arrived_s: float = 0.0,
     work_s: float = 0.0,
@@ -92,7 +92,7 @@ def test_classes_do_not_pay_for_each_other() -> None:
     shares = FairShares()
     shares.arrive("a", 2).used = 9000
     assert shares.arrive("a", 1).used == 0
-    assert shares.arrive("a", 77).priority == 3
+    assert shares.arrive("a", 77).priority == 5
     assert shares.arrive("a", -1).priority == 0
 
 
@@ -200,9 +200,9 @@ def test_clients_use_about_the_same_however_many_users_they_name_and_so_do_these
 
 @settings(deadline=None)
 @given(
-    rivals=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), min_size=1, max_size=6),
-    before=st.lists(st.integers(0, 3), max_size=4),
-    priority=st.integers(0, 3),
+    rivals=st.lists(st.tuples(st.integers(0, 5), st.floats(0, 5)), min_size=1, max_size=6),
+    before=st.lists(st.integers(0, 5), max_size=4),
+    priority=st.integers(0, 5),
     used=st.integers(0, 10**9),
 )
 def test_no_generation_starves_for_a_place(rivals, before, priority, used):
@@ -226,8 +226,8 @@ def test_no_generation_starves_for_a_place(rivals, before, priority, used):
 
 
 def test_a_generation_without_room_holds_the_queue_only_after_a_long_wait() -> None:
-    large = claim(1, priority=2)
-    small = claim(2, priority=1, arrived_s=AGED_S)
+    large = claim(1, priority=4)
+    small = claim(2, priority=2, arrived_s=AGED_S)
     turn = FLOOR_TURNS - 1
 
     def fits(one: GenerationClaim) -> bool:
@@ -241,29 +241,29 @@ def test_a_generation_without_room_holds_the_queue_only_after_a_long_wait() -> N
 
 
 def test_speculative_work_never_holds_the_queue() -> None:
-    large = claim(1, priority=3)
-    small = claim(2, priority=1, arrived_s=HELD_S)
+    large = claim(1, priority=5)
+    small = claim(2, priority=2, arrived_s=HELD_S)
     turn = FLOOR_TURNS - 1
     assert next_place([large, small], turn, 9 * HELD_S, lambda one: one is small) is small
     assert next_place([large, small], turn, HELD_S, lambda one: True) is large
     assert not may_hold(large, 9 * HELD_S)
-    behind = claim(3, priority=2)
+    behind = claim(3, priority=4)
     assert next_place([large, behind], turn, HELD_S, lambda one: one is large) is behind
 
 
-@given(running=st.lists(st.integers(0, 3), max_size=5), mine=st.integers(0, 3))
+@given(running=st.lists(st.integers(0, 5), max_size=5), mine=st.integers(0, 5))
 def test_the_holder_of_the_queue_is_passed_only_while_it_waits_for_less_urgent_work_anyway(
     running, mine
 ):
-    held = claim(0, priority=2)
+    held = claim(0, priority=4)
     others = [claim(at, priority=one) for at, one in enumerate(running, 1)]
     passes = may_pass(claim(99, priority=mine), held, others)
-    assert passes == (mine < 2 and any(one > mine for one in running))
+    assert passes == (mine < 4 and any(one > mine for one in running))
 
 
 @given(
-    rivals=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), min_size=1, max_size=7),
-    priority=st.integers(0, 3),
+    rivals=st.lists(st.tuples(st.integers(0, 5), st.floats(0, 5)), min_size=1, max_size=7),
+    priority=st.integers(0, 5),
 )
 def test_no_generation_starves_for_a_chunk(rivals, priority):
     """Each gets one in FLOOR_TURNS times as many chunks as there are prompts."""
@@ -285,7 +285,7 @@ CLAIMS = st.lists(
         lambda number, client, priority: claim(number, client=client, priority=priority),
         st.integers(0, 99),
         st.sampled_from("abc"),
-        st.integers(0, 3),
+        st.integers(0, 5),
     ),
     max_size=8,
     unique_by=lambda one: one.number,
@@ -295,7 +295,7 @@ CLAIMS = st.lists(
 @given(
     running=CLAIMS,
     mine=st.builds(
-        lambda p, c: claim(200, client=c, priority=p), st.integers(0, 3), st.sampled_from("abcd")
+        lambda p, c: claim(200, client=c, priority=p), st.integers(0, 5), st.sampled_from("abcd")
     ),
     now_s=st.floats(0, 2 * PATIENCE_S),
 )
@@ -320,7 +320,7 @@ def test_less_urgent_work_is_parked_or_one_of_several_of_a_client_for_a_client_w
 
 
 def test_the_weakest_is_the_youngest_of_the_least_urgent() -> None:
-    running = [claim(1, priority=2), claim(2, priority=2), claim(3, priority=1)]
+    running = [claim(1, priority=4), claim(2, priority=4), claim(3, priority=2)]
     assert weakest(running).number == 2
 
 
@@ -371,7 +371,7 @@ def test_later_and_less_urgent_generations_do_not_delay_a_first_token() -> None:
         return first_token_s(one, waiting, [], places=1, place_every_s=0.1, stretch=1.0)
 
     mine = claim(1, work_s=1.0)
-    behind = [claim(2, work_s=1.5), claim(3, priority=2, work_s=0.1)]
+    behind = [claim(2, work_s=1.5), claim(3, priority=4, work_s=0.1)]
     assert expected_s(mine, [mine, *behind]) == pytest.approx(1.0)
-    late = claim(4, priority=2, work_s=2.0)
+    late = claim(4, priority=4, work_s=2.0)
     assert expected_s(late, [mine, *behind]) == pytest.approx(1.0 + 1.5 + 0.1 + 2.0)

@@ -77,7 +77,7 @@ def test_a_prompt_that_is_cancelled_ends_within_a_part_and_its_kv_is_kept() -> N
 
 def test_a_prompt_that_is_parked_within_a_piece_computes_that_piece_anew() -> None:
     rig = large(places=1)
-    batch = rig.submit(token_ids=prompt(1000), max_tokens=20, priority=2)
+    batch = rig.submit(token_ids=prompt(1000), max_tokens=20, priority=4)
     urgent = rig.submit(0.4, token_ids=prompt(100, 9), max_tokens=5, priority=0)
     rig.run()
     assert urgent.at_s[0] <= 0.4 + CHUNK_LIMIT_S + 100 * TOKEN_S + 2 * STEP_S
@@ -122,7 +122,7 @@ def test_pieces_share_a_forward_where_that_saves_time(
 def test_a_less_urgent_prompt_takes_no_part_in_a_more_urgent_one_s_forward() -> None:
     rig = sharing()
     urgent = rig.submit(token_ids=prompt(60), max_tokens=1, priority=0)
-    other = rig.submit(token_ids=prompt(60, 9), max_tokens=1, priority=2)
+    other = rig.submit(token_ids=prompt(60, 9), max_tokens=1, priority=4)
     rig.run()
     assert rig.model.shared == [1, 1]
     assert urgent.at_s[0] < other.at_s[0]
@@ -182,7 +182,7 @@ def test_a_piece_that_fails_alone_ends_its_own_generation_only(
 
 def test_speculative_work_shares_no_forward_with_work_that_a_client_waits_for() -> None:
     rig = sharing(kv_bytes=64 * KV_BLOCK_TOKENS)
-    warm = rig.submit(token_ids=prompt(60), max_tokens=0, priority=3)
+    warm = rig.submit(token_ids=prompt(60), max_tokens=0, priority=5)
     client = rig.submit(token_ids=prompt(60, 9), max_tokens=2)
     rig.run()
     assert rig.model.shared == [1, 1]

@@ -25,7 +25,7 @@ from kakeya.prefix.request.flights import (
 
 CHAIN = BlockChain(bytes(32), 4)
 PATIENCE = Patience(fair_s=10.0, brisk_s=1.0, least_shared=2)
-NORMAL, SPECULATIVE = 1, 3
+NORMAL, SPECULATIVE = 2, 5
 
 
 def cut(*tokens: int) -> tuple[Piece, ...]:
@@ -193,7 +193,7 @@ def test_warming_waits_for_requests_and_for_other_warming() -> None:
 
 def test_a_less_urgent_answer_is_waited_for_as_long_as_it_is_brisk() -> None:
     flights, pieces = Flights(), cut(*range(12))
-    batch, request = join(flights, 2), join(flights)
+    batch, request = join(flights, 4), join(flights)
     stand(flights, batch, pieces)
     flights.asked(batch, 0.0)
     assert stand(flights, request, pieces) == WaitUntil(batch, 1.0)

@@ -1,0 +1,72 @@
+"""What a body of any dialect says to the node that orders requests, and not to the model.
+
+x_priority     urgent, high, normal, low, batch; wins over a dialect's own parameters, and over the
+               header x-kakeya-priority, which counts where a body says nothing
+x_client_id    the caller's name, for fair shares; of a caller that has one, by its key or the
+               header x-kakeya-client, the user that it asks for
+
+Other fields whose names begin with x_ are left out, and named by x-kakeya-ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import Scope
+
+from kakeya.gateway.http.fields import table, text_field, value_field
+from kakeya.gateway.http.receipt import note_ignored
+from kakeya.gateway.openai.share_params import name_of
+from kakeya.gateway.request import Request
+from kakeya.generation.caller import PRIORITIES, PRIORITY, priority_of
+from kakeya.generation.request import GenerationPriority
+from kakeya.wire.security import CLIENT_NAME
+
+_FIRST = "x_"
+_CLIENT_ID = text_field("x_client_id")
+_PRIORITY = value_field(
+    "x_priority",
+    lambda said: None if said is None else priority_of(said, "x_priority"),
+    {"enum": list(PRIORITIES)},
+)
+COORDINATOR_FIELDS = table(_CLIENT_ID, _PRIORITY)
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorFields:
+    """The fields of one request, and the names of those that mean nothing here."""
+
+    priority: GenerationPriority | None
+    client: str
+    ignored: tuple[str, ...]
+
+    def applied(self, asked: Request, scope: Scope) -> Request:
+        """A request with its fields. Raises InvalidArgument for a wrong header."""
+        params = asked.params
+        headers = Headers(scope=scope)
+        if self.priority is not None:
+            params = replace(params, priority=self.priority)
+        elif params.priority is GenerationPriority.NORMAL and (said := headers.get(PRIORITY)):
+            params = replace(params, priority=priority_of(said, PRIORITY))
+        if self.client and not headers.get(CLIENT_NAME):
+            MutableHeaders(scope=scope)[CLIENT_NAME] = self.client
+        elif self.client and not params.user:
+            params = replace(params, user=self.client)
+        if self.ignored:
+            note_ignored(scope, self.ignored)
+        return replace(asked, params=params)
+
+
+def take_fields(
+    body: Mapping[str, object],
+) -> tuple[Mapping[str, object], CoordinatorFields]:
+    """Part a body from the fields of the node. Raises InvalidArgument naming the field."""
+    given = {name: value for name, value in body.items() if name.startswith(_FIRST)}
+    fields = CoordinatorFields(
+        _PRIORITY.read(given),
+        name_of(_CLIENT_ID.read(given)),
+        tuple(sorted(given.keys() - COORDINATOR_FIELDS.keys())),
+    )
+    return {name: value for name, value in body.items() if not name.startswith(_FIRST)}, fields

@@ -1,0 +1,75 @@
+"""Fields for the node in a body of any dialect: honoured, or left out, and seen by no model."""
+
+from __future__ import annotations
+
+import pytest
+
+from kakeya.generation.request import GenerationPriority
+from tests.gateway.toy import ToyModel, make_folder, serving
+
+HI = [{"role": "user", "content": "hi"}]
+DIALECTS = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 9},
+    "/api/chat": {"messages": HI},
+    "/api/generate": {"prompt": "hi"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "toy")
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_each_dialect_takes_a_priority_and_a_client_and_leaves_out_the_rest(folder, path):
+    model = ToyModel(folder, script="hello world")
+    body = {"model": "toy", **DIALECTS[path], "x_priority": "low", "x_client_id": "bob", "x_y": {}}
+    async with serving(model) as served:
+        answer = await served.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kakeya-ignored"] == "x_y"
+    (request,) = model.requests
+    assert (request.priority, request.client) == (GenerationPriority.LOW, "bob")
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "priority", "client", "user"),
+    [
+        ({}, {"x-kakeya-priority": "batch"}, GenerationPriority.BATCH, "127.0.0.1", ""),
+        ({"priority": 0}, {"x-kakeya-priority": "batch"}, GenerationPriority.URGENT, None, ""),
+        ({"x_priority": 0}, {}, GenerationPriority.URGENT, None, ""),
+        ({"x_client_id": "bob"}, {"x-kakeya-client": "desk"}, None, "desk", "bob"),
+        ({"x_client_id": "bob", "user": "eve"}, {"x-kakeya-client": "desk"}, None, "desk", "eve"),
+    ],
+)
+async def test_what_is_said_twice_counts_once(folder, body, headers, priority, client, user):
+    model = ToyModel(folder, script="hello world")
+    asked = {"model": "toy", "messages": HI, **body}
+    async with serving(model) as served:
+        answer = await served.http.post("/v1/chat/completions", json=asked, headers=headers)
+    assert answer.status_code == 200, answer.text
+    (request,) = model.requests
+    assert request.priority is (GenerationPriority.NORMAL if priority is None else priority)
+    assert (request.client, request.user) == (client or "127.0.0.1", user)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param"),
+    [
+        ({"x_priority": "fast"}, {}, "x_priority"),
+        ({"x_priority": True}, {}, "x_priority"),
+        ({"x_client_id": 7}, {}, "x_client_id"),
+        ({}, {"x-kakeya-priority": "fast"}, "x-kakeya-priority"),
+    ],
+)
+async def test_a_wrong_one_is_named_with_what_would_be_right(folder, body, headers, param):
+    asked = {"model": "toy", "messages": HI, **body}
+    async with serving(ToyModel(folder)) as served:
+        answer = await served.http.post("/v1/chat/completions", json=asked, headers=headers)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert param == "x_client_id" or "urgent, high, normal, low, batch" in error["message"]
