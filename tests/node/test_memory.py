@@ -620,7 +620,7 @@ async def test_a_pinned_model_survives_pressure_and_a_wrong_pin_ends_the_start(
         assert not model.resident.is_leaving
     for wrong, says in (
         ({"KAKEYA_MEMORY_PINNED": "nobody"}, "memory.pinned names 'nobody'"),
-        (pins | {"KAKEYA_MEMORY_BUDGET_MB": "300"}, "pinned and text models need"),
+        (pins | {"KAKEYA_MEMORY_BUDGET_MB": "200"}, "pinned and text models need"),
     ):
         with pytest.raises(errors.ConfigError, match=says):
             async with in_process(tmp_path, [TEXT_MODEL, DRAFT_MODEL], clock, environ=wrong):
