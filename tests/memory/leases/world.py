@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -47,9 +48,14 @@ class Redis:
             [*command, "--dir", str(self.folder)], stdout=subprocess.DEVNULL
         )
         until = time.monotonic() + 10
-        while not self.socket.exists():
+        while not self._accepts():
             assert time.monotonic() < until, "redis-server does not start"
             time.sleep(0.01)
+
+    def _accepts(self) -> bool:
+        """The socket is there a moment before it listens."""
+        with socket.socket(socket.AF_UNIX) as caller:
+            return caller.connect_ex(str(self.socket)) == 0
 
     def stop(self) -> None:
         if self.process is not None:
