@@ -12,25 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Scope
 
-from kakeya.gateway.http.fields import table, text_field, value_field
+from kakeya.gateway.http.fields import table, text_field
 from kakeya.gateway.http.receipt import note_ignored
-from kakeya.gateway.openai.share_params import name_of
+from kakeya.gateway.openai.share_params import name_of, priority_field
 from kakeya.gateway.request import Request
-from kakeya.generation.caller import PRIORITIES, PRIORITY, priority_of
+from kakeya.generation.caller import PRIORITY, priority_of
 from kakeya.generation.request import GenerationPriority
 from kakeya.wire.security import CLIENT_NAME
 
 _FIRST = "x_"
 _CLIENT_ID = text_field("x_client_id")
-_PRIORITY = value_field(
-    "x_priority",
-    lambda said: None if said is None else priority_of(said, "x_priority"),
-    {"enum": list(PRIORITIES)},
-)
+_PRIORITY = priority_field("x_priority")
+_OWN_PRIORITY = ("priority", "service_tier")
+"""The parameters of dialects that say a priority."""
 COORDINATOR_FIELDS = table(_CLIENT_ID, _PRIORITY)
 
 
@@ -41,6 +40,8 @@ class CoordinatorFields:
     priority: GenerationPriority | None
     client: str
     ignored: tuple[str, ...]
+    has_own_priority: bool
+    """Whether a parameter of the dialect says the priority, be it the usual one."""
 
     def applied(self, asked: Request, scope: Scope) -> Request:
         """A request with its fields. Raises InvalidArgument for a wrong header."""
@@ -48,7 +49,7 @@ class CoordinatorFields:
         headers = Headers(scope=scope)
         if self.priority is not None:
             params = replace(params, priority=self.priority)
-        elif params.priority is GenerationPriority.NORMAL and (said := headers.get(PRIORITY)):
+        elif not self.has_own_priority and (said := headers.get(PRIORITY)):
             params = replace(params, priority=priority_of(said, PRIORITY))
         if self.client and not headers.get(CLIENT_NAME):
             MutableHeaders(scope=scope)[CLIENT_NAME] = self.client
@@ -66,7 +67,14 @@ def take_fields(
     given = {name: value for name, value in body.items() if name.startswith(_FIRST)}
     fields = CoordinatorFields(
         _PRIORITY.read(given),
-        name_of(_CLIENT_ID.read(given)),
+        _header_safe(_CLIENT_ID.read(given)),
         tuple(sorted(given.keys() - COORDINATOR_FIELDS.keys())),
+        any(body.get(name) not in (None, "auto") for name in _OWN_PRIORITY),
     )
     return {name: value for name, value in body.items() if not name.startswith(_FIRST)}, fields
+
+
+def _header_safe(name: str) -> str:
+    """A client's name as a header can hold it: its digest where it has other characters."""
+    is_plain = name.isascii() and name.isprintable() and name == name.strip()
+    return name_of(name) if is_plain else sha256(name.encode()).hexdigest()

@@ -34,18 +34,16 @@ class GenerationRoute:
         generations = self._generations
         headers = Headers(scope=scope)
 
-        def read(whole: Mapping[str, object]) -> tuple[Reply, CoordinatorFields, str]:
+        def read(whole: Mapping[str, object]) -> tuple[Reply, CoordinatorFields, str, str]:
             body, fields = take_fields(whole)
             share = share_of(client_of(scope) or fields.client, scope)
-            return self._dialect(body, share), fields, session_of(body, headers)
+            return self._dialect(body, share), fields, share, session_of(body, headers)
 
-        reply, fields, session = await read_request(scope, receive, generations.limits, read)
+        reply, fields, share, session = await read_request(scope, receive, generations.limits, read)
         asked = generations.settled(fields.applied(reply.asked, scope), session, scope)
-        caller = client_of(scope)
-        share = share_of(caller, scope)
         params = asked.params
         note_left_out(scope, params.left_out)
-        model = generations.find(params.model, caller)
+        model = generations.find(params.model, client_of(scope))
         with generations.admitted(share, params.user):
             async with generations.connection(
                 receive, send, model.waits_for, reply if params.stream else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 
 from kakeya.generation.request import GenerationPriority
@@ -41,6 +43,15 @@ async def test_each_dialect_takes_a_priority_and_a_client_and_leaves_out_the_res
         ({}, {"x-kakeya-priority": "batch"}, GenerationPriority.BATCH, "127.0.0.1", ""),
         ({"priority": 0}, {"x-kakeya-priority": "batch"}, GenerationPriority.URGENT, None, ""),
         ({"x_priority": 0}, {}, GenerationPriority.URGENT, None, ""),
+        ({"priority": "normal"}, {"x-kakeya-priority": "batch"}, None, None, ""),
+        ({"service_tier": "default"}, {"x-kakeya-priority": "batch"}, None, None, ""),
+        (
+            {"service_tier": "auto"},
+            {"x-kakeya-priority": "batch"},
+            GenerationPriority.BATCH,
+            None,
+            "",
+        ),
         ({"x_client_id": "bob"}, {"x-kakeya-client": "desk"}, None, "desk", "bob"),
         ({"x_client_id": "bob", "user": "eve"}, {"x-kakeya-client": "desk"}, None, "desk", "eve"),
     ],
@@ -54,6 +65,16 @@ async def test_what_is_said_twice_counts_once(folder, body, headers, priority, c
     (request,) = model.requests
     assert request.priority is (GenerationPriority.NORMAL if priority is None else priority)
     assert (request.client, request.user) == (client or "127.0.0.1", user)
+
+
+@pytest.mark.parametrize("name", ["日本", "a\r\nx-evil: 1", " a ", "\x7f", "a" * 65])
+async def test_any_name_is_a_client_of_its_own_and_breaks_no_header(folder, name):
+    model = ToyModel(folder, script="hello world")
+    asked = {"model": "toy", "messages": HI, "x_client_id": name}
+    async with serving(model) as served:
+        answer = await served.http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert model.requests[0].client == sha256(name.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hashlib import sha256
 from starlette.types import Scope
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.gateway.http.fields import choice_field, table, text_field, value_field
+from kakeya.gateway.http.fields import Field, choice_field, table, text_field, value_field
 from kakeya.generation.caller import PRIORITIES, PRIORITY_NUMBERS, priority_of
 from kakeya.generation.request import GenerationPriority
 
@@ -26,11 +26,15 @@ _TIERS = {
     "priority": GenerationPriority.URGENT,
     "flex": GenerationPriority.BATCH,
 }
-_PRIORITY = value_field(
-    "priority",
-    lambda said: None if said is None else priority_of(said, "priority"),
-    {"enum": [*PRIORITIES, *range(len(PRIORITY_NUMBERS))]},
-)
+
+
+def priority_field(name: str) -> Field[GenerationPriority | None]:
+    """A priority, by its name or number; None = absent."""
+    schema = {"enum": [*PRIORITIES, *range(len(PRIORITY_NUMBERS))]}
+    return value_field(name, lambda said: None if said is None else priority_of(said, name), schema)
+
+
+_PRIORITY = priority_field("priority")
 _TIER = choice_field("service_tier", tuple(_TIERS))
 USERS = (text_field("safety_identifier"), text_field("user"))
 SHARE_PARAMS = table(_PRIORITY, _TIER, *USERS)
