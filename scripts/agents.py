@@ -35,7 +35,6 @@ from pathlib import Path
 from kakeya.cli.child import NodeProcess
 from kakeya.cli.main import main as kakeya
 
-ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kakeya" / "agents"
 MODEL = "kakeya-tiny-tools"
 NPM = (
@@ -359,9 +358,8 @@ def run_agent(name: str, node: str, folder: Path) -> tuple[bool, str]:
 
 async def run_all(names: Sequence[str], folder: Path) -> bool:
     """Run programs one after the other against one node, and print a line for each."""
-    model = ROOT / "kakeya" / "models" / MODEL
     has_passed = True
-    async with NodeProcess(folder / "node", "--model", str(model)) as node:
+    async with NodeProcess(folder / "node", "--model", MODEL) as node:
         for name in names:
             version = await asyncio.to_thread(RUNS[name].version)
             passed, seen = await asyncio.to_thread(run_agent, name, node.http, folder / name)

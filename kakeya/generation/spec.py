@@ -21,7 +21,7 @@ from kakeya.core.ids import NGRAM
 from kakeya.core.settings import Illegal
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "models"
-EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft")
+EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft", "kakeya-tiny-tools")
 """Models that are shipped, with one tokenizer."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z", re.ASCII)
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\Z", re.ASCII)
@@ -76,7 +76,7 @@ def resolve(spec: ModelSpec) -> str:
     close = difflib.get_close_matches(spec.source, EMBEDDED, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ConfigError(
-        f"model {spec.source!r} is not known: {hint}give {' or '.join(EMBEDDED)}, "
+        f"model {spec.source!r} is not known: {hint}give {', '.join(EMBEDDED)}, "
         "an existing folder, or a Hugging Face id such as org/name"
     )
 

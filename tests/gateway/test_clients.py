@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -20,7 +19,6 @@ from kakeya.cli.child import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of packages that are not ours
 NAME = "kakeya-tiny-tools"
-MODEL = Path(__file__).parents[2] / "kakeya" / "models" / NAME
 CALL = "Call the tool § get_weather."
 WEATHER = {
     "name": "get_weather",
@@ -63,7 +61,7 @@ def get_weather(city: Literal["Rome"]) -> str:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with asyncio.Runner() as runner:
-        node = NodeProcess(tmp_path_factory.mktemp("node"), "--no-mdns", "--model", str(MODEL))
+        node = NodeProcess(tmp_path_factory.mktemp("node"), "--no-mdns", "--model", NAME)
         runner.run(node.__aenter__())
         try:
             yield f"http://{node.http}/v1"
