@@ -39,12 +39,12 @@ _ROPE_KEYS = (
 _CONFIG_BYTES = 1 << 20
 LOGITS = " (logits)"
 """Behind the id of a model, in files of the endings of its prompts."""
-DIGEST_S = 1.0
+_MOST_DIGEST_S = 1.0
+"""How long a request waits at most until its model's weights have a digest."""
 _LEAST_DIGEST_S = 0.25
-"""How long a request waits at most until its model's weights have a digest, and always: small
-weights have one within that."""
+"""How long any request waits: small weights have a digest within that."""
 _TOKENS_PER_S = 100.0
-"""The speed of a prefill that was not measured: of 135 M weights on two cores of a computer."""
+"""Taken where prefill was not measured: that of 135 M weights on two cores."""
 _FILE_ENTRIES = 64
 _FILE_BYTES = 1 << 20
 
@@ -145,7 +145,7 @@ class PrefixNames:
         """Name the KV of an engine process; None = it has no blocks, or its weights no name.
 
         Also where their digest takes longer than a prompt of so many tokens is worth: as long as
-        its prefill, within `DIGEST_S`. tokens None = it is worth any time.
+        its prefill, within bounds. tokens None = it is worth any time.
         """
         key = (facts.model_id, adapter_id)
         if facts.kv_block_tokens < 1 or facts.kv_block_bytes < 1:
@@ -278,7 +278,7 @@ def _patience_s(facts: ModelFacts, tokens: int | None) -> float | None:
     if tokens is None:
         return None
     rate = facts.prefill_tokens_per_second
-    return max(_LEAST_DIGEST_S, min(DIGEST_S, tokens / (rate if rate > 0 else _TOKENS_PER_S)))
+    return max(_LEAST_DIGEST_S, min(_MOST_DIGEST_S, tokens / (rate if rate > 0 else _TOKENS_PER_S)))
 
 
 @lru_cache(maxsize=1024)
