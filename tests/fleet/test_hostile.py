@@ -167,10 +167,11 @@ def test_who_is_revoked_falls_out_of_the_view_and_is_not_dialled_again() -> None
     assert victim.registry.remembered_addresses(victim.times(10.0)["now"]) == ()
 
 
-def test_a_flood_of_strangers_costs_no_member_its_place() -> None:
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_flood_of_strangers_costs_no_member_its_place(count: int) -> None:
     """Row 18, the registry's part: at the cap strangers are refused, members are renewed."""
     victim = make_party("victim")
-    members = [make_party(f"m{i:02}") for i in range(6)]
+    members = [make_party(f"m{i:02}") for i in range(count)]
     for member in members:
         exchange(member, victim, 0.0)
     limit = victim.registry.peers._limit

@@ -86,9 +86,10 @@ async def test_a_killed_peer_breaks_its_streams_at_once_and_gets_no_new_work() -
         ]
 
 
-async def test_a_killed_node_is_suspected_by_the_whole_fleet_in_seconds() -> None:
-    """Row 1: 12 nodes of which one sees the death; no work is placed there after that."""
-    async with child_node() as child, fleet_of(12, child) as nodes:
+@pytest.mark.parametrize("count", [12, pytest.param(25, marks=pytest.mark.slow)])
+async def test_a_killed_node_is_suspected_by_the_whole_fleet_in_seconds(count: int) -> None:
+    """Row 1: a fleet of which one node sees the death; no work is placed there after that."""
+    async with child_node() as child, fleet_of(count, child) as nodes:
         first = nodes[0].node
         assert _can_place(first)
         call = await hold(first.channels.get(child.address))
@@ -270,8 +271,9 @@ async def test_without_keepalive_neither_end_notices() -> None:
                 await asyncio.wait_for(call.read(), 11.0)
 
 
-async def test_a_node_that_only_some_can_dial_is_dead_for_nobody() -> None:
-    """Row 6: who dials whom does not matter to the views; 25 rounds without a flap."""
+@pytest.mark.parametrize("rounds", [25, pytest.param(100, marks=pytest.mark.slow)])
+async def test_a_node_that_only_some_can_dial_is_dead_for_nobody(rounds: int) -> None:
+    """Row 6: who dials whom does not matter to the views; no round shows a flap."""
     async with running_node("gone") as gone:
         nowhere = gone.address
 
@@ -292,7 +294,7 @@ async def test_a_node_that_only_some_can_dial_is_dead_for_nobody() -> None:
         for one in (b, c):
             one.fail("a")
         await until(lambda: {one.doubt_of(a.node.address) for one in (b, c)} == {Doubt.ASYMMETRIC})
-        for _ in range(25):
+        for _ in range(rounds):
             for one in nodes:
                 await one.gossip.round()
             assert [one.suspects for one in nodes] == [set(), {"a"}, {"a"}, set()]

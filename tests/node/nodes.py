@@ -28,7 +28,7 @@ SPEEDS = {
     "pieces_s": {"16": 0.01, "32": 0.012, "64": 0.016, "128": 0.025, "256": 0.045},
     "context_s": 1e-8,
 }
-"""Of the embedded models on a quiet machine, in seconds, as engines keep them."""
+"""Round numbers in place of measured ones, in seconds, as engines keep them."""
 
 
 @cache

@@ -9,7 +9,7 @@ from kakeya.generation.request import Sampling
 
 LOGITS = np.array([1.0, 0.2, -0.5, 2.0, 0.0, -3.0], dtype=np.float32)
 CRITICAL_5 = 25.7  # chi-square, 5 degrees of freedom, p = 0.0001
-DRAWS = 8_000
+DRAWS = 20_000
 
 
 def draw(params: Sampling, count: int = DRAWS) -> np.ndarray:
