@@ -249,7 +249,11 @@ class ResidentModel:
         """Hold the model's engine for a request; wait for it until the request's deadline."""
         async with self.lend(terms=decode_terms(request)) as backend:
             with self._run():
-                yield backend
+                try:
+                    yield backend
+                finally:
+                    if request.stay_warm_s:
+                        self._memory.keep_warm(self.capability, self.model_id, request.stay_warm_s)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], *, size: int = 0, client: str = "", user: str = ""

@@ -30,6 +30,7 @@ from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.node_api import NodeApi, find_node
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.folders import default_folder
+from kakeya.generation.caller import PRIORITIES
 
 _WATCH_S = 1.0
 KEY_VARIABLE = "KAKEYA_API_KEY"
@@ -109,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, metavar="N")
     generate.add_argument(
         "--draft", default="auto", metavar="POLICY", help="auto, off, ngram, peer, MODEL@HOST:PORT"
+    )
+    generate.add_argument(
+        "--priority", default="normal", choices=tuple(PRIORITIES), help="default: %(default)s"
     )
     demo = commands.add_parser("demo", help="two nodes on this machine, four ways to draft")
     demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
@@ -210,6 +214,7 @@ def _generate(node: NodeApi, options: argparse.Namespace) -> int:
         "temperature": options.temperature,
         "seed": options.seed,
         "draft_policy": options.draft,
+        "priority": options.priority,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -42,6 +42,7 @@ from starlette.routing import Route
 import kakeya
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
+from kakeya.dispatch.clients import Clients
 from kakeya.gateway.anthropic.count import CountRoute
 from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
 from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
@@ -97,6 +98,7 @@ def build_app(
     precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
     texts: Texts | None = None,
     store_bytes: int = 0,
+    clients: Clients | None = None,
 ) -> Starlette:
     """Build the application.
 
@@ -106,6 +108,7 @@ def build_app(
     `figures` gives those of other floors per scrape; `proposers` are the configured models that
     only draft; `unready` says why the node as a whole does not serve now, "" while it does.
     `texts` are shared with other parts of the node; None = the application makes its own.
+    So is the registry of `clients`.
     `store_bytes` are for responses that later requests can go on from; 0 = none is kept.
     """
     metrics = HttpMetrics(
@@ -123,6 +126,7 @@ def build_app(
         clock=clock,
         rng=rng,
         precache=precache,
+        clients=clients or Clients(clock.mono),
     )
     gateway = Gateway(
         directory,

@@ -1,9 +1,11 @@
 """What a body of any dialect says to the node that orders requests, and not to the model.
 
 x_priority     urgent, high, normal, low, batch; wins over a dialect's own parameters, and over the
-               header x-kakeya-priority, which counts where a body says nothing
+               headers x-priority and x-kakeya-priority, which count where a body says nothing
 x_client_id    the caller's name, for fair shares; of a caller that has one, by its key or the
                header x-kakeya-client, the user that it asks for
+x_stay_warm    seconds for which the model stays warm after the request, at least
+x_cooldown     seconds after the request in which further generations of its client are refused
 
 Other fields whose names begin with x_ are left out, and named by x-kakeya-ignored.
 """
@@ -17,7 +19,8 @@ from hashlib import sha256
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Scope
 
-from kakeya.gateway.http.fields import table, text_field
+from kakeya.dispatch.clients import MOST_COOLDOWN_S
+from kakeya.gateway.http.fields import number_field, table, text_field
 from kakeya.gateway.http.receipt import note_ignored
 from kakeya.gateway.openai.share_params import name_of, priority_field
 from kakeya.gateway.request import Request
@@ -28,9 +31,13 @@ from kakeya.wire.security import CLIENT_NAME
 _FIRST = "x_"
 _CLIENT_ID = text_field("x_client_id")
 _PRIORITY = priority_field("x_priority")
+MOST_WARM_S = 3600.0
+_STAY_WARM = number_field("x_stay_warm", 0, MOST_WARM_S)
+_COOLDOWN = number_field("x_cooldown", 0, MOST_COOLDOWN_S)
 _OWN_PRIORITY = ("priority", "service_tier")
 """The parameters of dialects that say a priority."""
-COORDINATOR_FIELDS = table(_CLIENT_ID, _PRIORITY)
+_PRIORITY_HEADERS = ("x-priority", PRIORITY)
+COORDINATOR_FIELDS = table(_CLIENT_ID, _PRIORITY, _STAY_WARM, _COOLDOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +46,23 @@ class CoordinatorFields:
 
     priority: GenerationPriority | None
     client: str
+    stay_warm_s: float
+    cooldown_s: float
     ignored: tuple[str, ...]
     has_own_priority: bool
     """Whether a parameter of the dialect says the priority, be it the usual one."""
 
     def applied(self, asked: Request, scope: Scope) -> Request:
         """A request with its fields. Raises InvalidArgument for a wrong header."""
-        params = asked.params
+        params = replace(asked.params, stay_warm_s=self.stay_warm_s, cooldown_s=self.cooldown_s)
         headers = Headers(scope=scope)
         if self.priority is not None:
             params = replace(params, priority=self.priority)
-        elif not self.has_own_priority and (said := headers.get(PRIORITY)):
-            params = replace(params, priority=priority_of(said, PRIORITY))
+        elif not self.has_own_priority:
+            for name in _PRIORITY_HEADERS:
+                if said := headers.get(name):
+                    params = replace(params, priority=priority_of(said, name))
+                    break
         if self.client and not headers.get(CLIENT_NAME):
             MutableHeaders(scope=scope)[CLIENT_NAME] = self.client
         elif self.client and not params.user:
@@ -68,6 +80,8 @@ def take_fields(
     fields = CoordinatorFields(
         _PRIORITY.read(given),
         _header_safe(_CLIENT_ID.read(given)),
+        _STAY_WARM.read(given) or 0.0,
+        _COOLDOWN.read(given) or 0.0,
         tuple(sorted(given.keys() - COORDINATOR_FIELDS.keys())),
         any(body.get(name) not in (None, "auto") for name in _OWN_PRIORITY),
     )

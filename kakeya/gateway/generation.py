@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.ids import draw_id
+from kakeya.dispatch.clients import Clients
 from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm
@@ -99,6 +100,7 @@ class Generations:
         clock: Clock,
         rng: random.Random,
         precache: Precache,
+        clients: Clients,
     ) -> None:
         self._directory = directory
         self._router = router
@@ -109,6 +111,7 @@ class Generations:
         self._precache = precache
         self._crowd = FairBound(limits.generations)
         self.recent = RecentRequests()
+        self.clients = clients
         self.limits = limits
 
     def connection(
@@ -295,6 +298,7 @@ class Generations:
             cuts=written.cuts,
             grammar=written.grammar,
             top_logprobs=params.top_logprobs,
+            stay_warm_s=params.stay_warm_s,
         )
 
     def _answer(

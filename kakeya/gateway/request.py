@@ -44,7 +44,8 @@ class GenerationParams:
     """What a request says of its answer. `max_tokens` None = to the end of the context;
     `deadline_s` None = the caller gave no deadline; `rows` are answers to each prompt;
     `top_logprobs` as in a `DecodeRequest`; `left_out` says,
-    in sentences, what the request asks for and does not get."""
+    in sentences, what the request asks for and does not get; `stay_warm_s` and `cooldown_s` are
+    seconds after it, of its model and of its client."""
 
     model: str
     max_tokens: int | None
@@ -59,6 +60,8 @@ class GenerationParams:
     rows: int = 1
     top_logprobs: int | None = None
     left_out: tuple[str, ...] = ()
+    stay_warm_s: float = 0.0
+    cooldown_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

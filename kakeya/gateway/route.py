@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import KakeyaError
+from kakeya.dispatch.clients import ClientRequest
 from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
 from kakeya.gateway.generation import Generations, HttpGeneration, client_of
@@ -44,15 +45,18 @@ class GenerationRoute:
         params = asked.params
         note_left_out(scope, params.left_out)
         model = generations.find(params.model, client_of(scope))
-        with generations.admitted(share, params.user):
+        with (
+            generations.clients.request(share, params.user, params.cooldown_s) as use,
+            generations.admitted(share, params.user),
+        ):
             async with generations.connection(
                 receive, send, model.waits_for, reply if params.stream else None
             ) as client:
                 prepared = generations.prepare(reply, asked, model, scope)
                 if params.stream:
-                    await self._stream(reply, prepared, client)
+                    await self._stream(reply, prepared, client, use)
                 else:
-                    await self._whole(reply, prepared, client, send)
+                    await self._whole(reply, prepared, client, send, use)
 
     def _parts(
         self, jobs: Sequence[HttpGeneration]
@@ -67,23 +71,29 @@ class GenerationRoute:
         prepared: Awaitable[Sequence[HttpGeneration]],
         client: Connection,
         send: Send,
+        use: ClientRequest,
     ) -> None:
         jobs = await prepared
         async with aclosing(self._parts(jobs)) as parts:
             async for _ in parts:
-                pass
+                use.begin()
         body = compact(reply.whole([job.answer for job in jobs]))
         client.finish()
         await send_json(send, 200, body)
 
     async def _stream(
-        self, reply: Reply, prepared: Awaitable[Sequence[HttpGeneration]], client: Connection
+        self,
+        reply: Reply,
+        prepared: Awaitable[Sequence[HttpGeneration]],
+        client: Connection,
+        use: ClientRequest,
     ) -> None:
         try:
             jobs = await prepared
             opening = reply.opening()
             async with aclosing(self._parts(jobs)) as parts:
                 async for answer, part in parts:
+                    use.begin()
                     if written := reply.part(answer, part):
                         await client.send_event(opening + written)
                         opening = b""

@@ -186,7 +186,7 @@ _REQUEST = _Pair(
             lambda raw: raw - 1 if raw else None,
         ),
     },
-    apart={"sampling", "kv", "kv_retention"},
+    apart={"sampling", "kv", "kv_retention", "stay_warm_s"},
 )
 _USAGE = _Pair(
     Usage,

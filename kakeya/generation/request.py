@@ -155,7 +155,7 @@ class DecodeRequest:
     prompt, 0 = all; the others are the answer so far, which grammar and penalties take for
     generated. `top_logprobs` asks for the log probability of each token, and of so many of the most
     likely ones at its place; None = for none. Where `draft_sources` is not empty, the tokens that
-    the grammar forces are drafted too.
+    the grammar forces are drafted too. The model stays warm for `stay_warm_s` after it at least.
     """
 
     token_ids: Sequence[int]
@@ -176,6 +176,7 @@ class DecodeRequest:
     grammar: str = ""
     prompt_tokens: int = 0
     top_logprobs: int | None = None
+    stay_warm_s: float = 0.0
 
     def after(self, elapsed_s: float) -> DecodeRequest:
         """The same request `elapsed_s` later, with the rest of its deadline."""
@@ -190,7 +191,8 @@ class DecodeJob(DecodeRequest):
 
     The blocks of the offer stay pinned until the first frame. `park_id` names the generation to
     LendPages, 0 = no pages are ever lent for its KV. `after_load` is the number of the adapter load
-    that the generation begins behind, 0 = none. `kv` and `kv_retention` stay in the agent.
+    that the generation begins behind, 0 = none. `kv`, `kv_retention` and `stay_warm_s` stay in the
+    agent.
     """
 
     offer: KvOffer = NO_KV

@@ -177,6 +177,11 @@ class MemoryArbiter:
         self._keeper.take(outcome)
         return taken
 
+    def keep_warm(self, capability: str, model_key: str, seconds: float) -> None:
+        """Keep a loaded model warm for `seconds` from now at least; another one is ignored."""
+        key = ResidentKey(capability, model_key)
+        self._arbiter.keep_warm(key, self._clock.mono() + seconds)
+
     def unload(self, capability: str, model_key: str) -> None:
         """Begin to unload. Raises NotFound, and Conflict while it is in use."""
         key = ResidentKey(capability, model_key)

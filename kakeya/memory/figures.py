@@ -232,5 +232,6 @@ def _resident(resident: Resident, now: float) -> Json:
         "lent_bytes": resident.bytes,
         "leases": len(resident.leases),
         "idle_s": 0.0 if resident.leases else round(max(0.0, now - resident.last_used_mono), 1),
+        "warm_s": round(max(0.0, resident.idle_since_mono + resident.warmth.stay_warm_s - now), 1),
         "is_pinned": resident.warmth.is_pinned,
     }

@@ -310,6 +310,7 @@ class Agent:
             precache=self._precache,
             texts=self._precache.texts,
             store_bytes=self._config.listen.http_store_bytes,
+            clients=self._services.clients,
         )
         return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 

@@ -42,7 +42,7 @@ class Overview:
 
     def status(self) -> Json:
         """Describe the node, and the fleet in its view."""
-        return describe(self._view())
+        return {**describe(self._view()), "clients": self.services.clients.status()}
 
     def warnings(self) -> list[str]:
         """List warnings about the node itself, a sentence each."""

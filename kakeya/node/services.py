@@ -18,6 +18,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
+from kakeya.dispatch.clients import Clients
 from kakeya.fleet.placement.draft_sources import FleetDrafts
 from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
@@ -69,6 +70,7 @@ class Services:
             route=plane.routes.address_for,
         )
         limits = SessionLimits(capacity=sessions.capacity, idle_ttl_s=sessions.idle_ttl_s)
+        self.clients = Clients(clock.mono)
         secret = random.SystemRandom()  # session ids are the only key to a history
         self.runtime = RuntimeService(
             models=models,
@@ -77,6 +79,7 @@ class Services:
             clock=clock,
             rng=rng,
             precache=precache,
+            clients=self.clients,
         )
         self._precache = PrecacheService(models, precache)
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=clock)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +22,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, KakeyaError, Refused
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.dispatch.clients import Clients
 from kakeya.generation.caller import peer_host, read_priority
 from kakeya.generation.cuts import marked
 from kakeya.generation.frames import Done, Progress, StopReason, Tokens
@@ -75,8 +76,10 @@ class RuntimeService(RuntimeServiceServicer):
         clock: Clock,
         rng: random.Random,
         precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
+        clients: Clients | None = None,
     ) -> None:
         self._models = models
+        self._clients = clients or Clients(clock.mono)
         self._precache = precache
         self._drafts = drafts
         self._store = store
@@ -280,8 +283,11 @@ class RuntimeService(RuntimeServiceServicer):
         self, session: Session, asked: DecodeRequest, context: Context
     ) -> tuple[Done, int]:
         before, committed = session.history_length, 0
-        async with aclosing(session.model.decode(asked)) as frames:
+        async with AsyncExitStack() as held:
+            use = held.enter_context(self._clients.request(asked.client, asked.user))
+            frames = await held.enter_async_context(aclosing(session.model.decode(asked)))
             async for frame in frames:
+                use.begin()
                 match frame:
                     case Tokens():
                         for token_id in frame.token_ids:

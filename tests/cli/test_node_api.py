@@ -43,21 +43,25 @@ STREAM = (
 )
 
 
-def test_generate_says_what_it_waits_for_on_stderr() -> None:
+def test_generate_sends_its_priority_and_says_what_it_waits_for_on_stderr() -> None:
+    asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.recv(4096)
+                while not asked or not asked[-1].endswith(b"}"):
+                    asked.append(connection.recv(4096))
                 connection.sendall(STREAM)
 
         thread = threading.Thread(target=answer)
         thread.start()
         node = f"127.0.0.1:{server.getsockname()[1]}"
-        done = run_cli("generate", "--node", node, "--model", "toy", "--prompt", "a")
+        options = ("--model", "toy", "--prompt", "a", "--priority", "low")
+        done = run_cli("generate", "--node", node, *options)
         thread.join()
     assert done.stdout == "hello\n"
+    assert b'"priority": "low"' in b"".join(asked)
     assert done.stderr.splitlines()[0] == "waiting: loading toy, 41 %?[2J"
 
 
@@ -65,6 +69,7 @@ def test_generate_says_what_it_waits_for_on_stderr() -> None:
     ("arguments", "says"),
     [
         (("--prompt", "a\udcff"), "the prompt is not UTF-8"),
+        (("--prompt", "a", "--priority", "fast"), "'fast' (choose from 'urgent', 'high'"),
         (("--prompt", "a", "--temperature", "nan"), "--temperature: 'nan' is not a number"),
     ],
 )

@@ -37,6 +37,38 @@ async def test_each_dialect_takes_a_priority_and_a_client_and_leaves_out_the_res
     assert (request.priority, request.client) == (GenerationPriority.LOW, "bob")
 
 
+@pytest.mark.parametrize("name", ["urgent", "high", "normal", "low", "batch"])
+async def test_each_priority_has_a_name_in_each_place(folder, name):
+    model = ToyModel(folder, script="hello world")
+    async with serving(model) as served:
+        for body, headers in (
+            ({"x_priority": name}, {}),
+            ({"priority": name}, {"x-priority": "low"}),
+            ({}, {"x-priority": name}),
+            ({}, {"x-priority": name, "x-kakeya-priority": "low"}),
+        ):
+            asked = {"model": "toy", "messages": HI, **body}
+            answer = await served.http.post("/v1/chat/completions", json=asked, headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert model.requests[-1].priority.name.lower() == name
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_a_cooldown_refuses_further_generations_of_its_client_alone(folder, path):
+    model = ToyModel(folder, script="hello world")
+    asked = {"model": "toy", **DIALECTS[path], "x_stay_warm": 90, "x_cooldown": 30}
+    async with serving(model) as served:
+        for client in ("bob", "eve"):
+            answer = await served.http.post(path, json={**asked, "x_client_id": client})
+            assert answer.status_code == 200, answer.text
+            assert "x-kakeya-ignored" not in answer.headers
+        refused = await served.http.post(path, json={**asked, "x_client_id": "bob"})
+    assert [request.stay_warm_s for request in model.requests] == [90, 90]
+    assert refused.status_code == 429
+    assert 25 < int(refused.headers["retry-after"]) <= 30
+    assert "bob asked for a cooldown" in refused.text
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "priority", "client", "user"),
     [
@@ -82,8 +114,11 @@ async def test_any_name_is_a_client_of_its_own_and_breaks_no_header(folder, name
     [
         ({"x_priority": "fast"}, {}, "x_priority"),
         ({"x_priority": True}, {}, "x_priority"),
+        ({"x_stay_warm": 3601}, {}, "x_stay_warm"),
+        ({"x_cooldown": -1}, {}, "x_cooldown"),
         ({"x_client_id": 7}, {}, "x_client_id"),
         ({}, {"x-kakeya-priority": "fast"}, "x-kakeya-priority"),
+        ({}, {"x-priority": "fast"}, "x-priority"),
     ],
 )
 async def test_a_wrong_one_is_named_with_what_would_be_right(folder, body, headers, param):
@@ -93,4 +128,5 @@ async def test_a_wrong_one_is_named_with_what_would_be_right(folder, body, heade
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param
-    assert param == "x_client_id" or "urgent, high, normal, low, batch" in error["message"]
+    if "priority" in param:
+        assert "urgent, high, normal, low, batch" in error["message"]

@@ -92,6 +92,7 @@ JOBS = drawn(
     top_logprobs=st.none() | st.integers(0, 20),
     kv=st.none(),  # both stay in the agent
     kv_retention=st.just(DecodeJob(token_ids=(), max_tokens=0).kv_retention),
+    stay_warm_s=st.just(0.0),
 )
 FRAMES = st.one_of(
     st.lists(

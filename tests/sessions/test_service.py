@@ -52,6 +52,16 @@ async def status_of(call):
     return failure.value.code(), failure.value.details()
 
 
+async def test_a_client_that_cools_down_is_refused_with_a_status_and_a_time(node):
+    session = await node.client.create_session(label="test")
+    await session.append(PROMPT)
+    with node.service._clients.request("127.0.0.1", cooldown_s=30) as use:
+        use.begin()
+    with pytest.raises(Refused, match="asked for a cooldown") as refused:
+        await generate(session, 2)
+    assert 0 < refused.value.retry_after_s <= 30
+
+
 async def test_a_generation_is_token_ids_in_order_then_one_done(node):
     session = await node.client.create_session(label="test")
     assert await session.append(PROMPT) == 3

@@ -105,6 +105,12 @@ class Arbiter:
         plan = replace(self._planner.load(ask, queue.LoadNow(), now), is_preload=True)
         return True, self._settle(DraftOutcome(plans=[plan]), now)
 
+    def keep_warm(self, key: ResidentKey, until_mono: float) -> None:
+        """Keep a resident warm until then at least; one that is not there is ignored."""
+        if (resident := self._ledger.find(key)) is not None:
+            until_mono = max(until_mono, resident.kept_warm_mono)
+            self._ledger.put(replace(resident, kept_warm_mono=until_mono))
+
     def unload(self, key: ResidentKey, now: float) -> ArbiterOutcome:
         """Evict a resident on request. Raises NotFound, and Conflict when it is in use or
         loading."""

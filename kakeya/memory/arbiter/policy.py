@@ -152,9 +152,11 @@ def resident_rank(resident: Resident, now: float) -> int:
     """The urgency of a resident: 0 is the most. It loses a class for each idle `stay_warm_s`."""
     if resident.leases:
         return min(priority.rank for priority in resident.leases.values())
-    idle_s = max(0.0, now - resident.last_used_mono)
+    idle_s = now - resident.idle_since_mono
     stay_warm_s = resident.warmth.stay_warm_s
-    decay = periods(idle_s, stay_warm_s) if stay_warm_s > 0 else WORST_RANK
+    decay = periods(max(0.0, idle_s), stay_warm_s) if stay_warm_s > 0 else WORST_RANK
+    if idle_s < 0:
+        decay = 0
     return min(WORST_RANK, resident.last_priority.rank + decay)
 
 
@@ -187,7 +189,7 @@ def yields_to(resident: Resident, rank: int, now: float) -> bool:
     """Whether a request of `rank` may take a resident's room: it is more urgent, or as urgent,
     and the resident idles and is no longer kept warm."""
     own = resident_rank(resident, now)
-    is_cold = not resident.leases and now - resident.last_used_mono >= resident.warmth.stay_warm_s
+    is_cold = not resident.leases and now - resident.idle_since_mono >= resident.warmth.stay_warm_s
     return own > rank or (own == rank and is_cold)
 
 

@@ -52,9 +52,9 @@ class Reclaimer:
     def due(self) -> list[float]:
         """The monotonic times at which evictions are due by time alone."""
         due = [
-            one.last_used_mono + one.warmth.unload_after_s
+            one.overdue_mono
             for one in self._ledger.residents
-            if one.is_idle and one.warmth.unload_after_s is not None and not one.warmth.is_pinned
+            if one.is_idle and one.overdue_mono is not None
         ]
         if self.level is not PressureLevel.NOMINAL:
             due.append(self._relieved_mono + self._rules.cooldown_s)
@@ -65,10 +65,7 @@ class Reclaimer:
         overdue = tuple(
             one
             for one in self._ledger.residents
-            if one.is_idle
-            and not one.warmth.is_pinned
-            and one.warmth.unload_after_s is not None
-            and now >= one.last_used_mono + one.warmth.unload_after_s
+            if one.is_idle and one.overdue_mono is not None and now >= one.overdue_mono
         )
         if overdue:
             answer.plans.append(self._planner.eviction(overdue, Reason.IDLE))

@@ -197,7 +197,20 @@ class Resident:
     last_priority: RequestPriority = RequestPriority.NORMAL
     last_used_mono: float = 0.0
     loaded_mono: float | None = None
+    kept_warm_mono: float = 0.0
+    """Until here it is kept warm at least: a caller asked for it."""
     is_leaving: bool = False
+
+    @property
+    def idle_since_mono(self) -> float:
+        """The time from which its idleness counts: `stay_warm_s` later it is kept warm no more."""
+        return max(self.last_used_mono, self.kept_warm_mono - self.warmth.stay_warm_s)
+
+    @property
+    def overdue_mono(self) -> float | None:
+        """When it is evicted although no request needs its room; None = it stays."""
+        after_s = None if self.warmth.is_pinned else self.warmth.unload_after_s
+        return None if after_s is None else max(self.last_used_mono + after_s, self.kept_warm_mono)
 
     @property
     def bytes(self) -> int:

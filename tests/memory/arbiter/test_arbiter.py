@@ -24,6 +24,19 @@ PINNED = Warmth(is_pinned=True)
 # Loading and sharing.
 
 
+def test_a_model_that_a_caller_keeps_warm_leaves_for_idleness_no_earlier() -> None:
+    world = World.of(1000)
+    warmth = Warmth(stay_warm_s=10, unload_after_s=20)
+    world.use(ask("see", warmth=warmth))
+    world.arbiter.keep_warm(key("see"), world.now + 60)
+    world.arbiter.keep_warm(key("see"), world.now + 30)
+    world.arbiter.keep_warm(key("absent"), world.now + 30)
+    world.wait(59)
+    assert world.resident == {"see"}
+    world.wait(2)
+    assert world.resident == set()
+
+
 def test_a_model_is_loaded_at_first_use_and_stays_for_the_next() -> None:
     world = World.of(1000)
     world.use(ask("see"))

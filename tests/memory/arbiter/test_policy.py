@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +67,21 @@ def test_idleness_costs_a_class_for_each_stay_warm_and_leases_none() -> None:
     assert [policy.resident_rank(idle, now) for now in (0, 9, 10, 35, 1e9)] == [0, 0, 1, 3, 4]
     held = resident("held", priority=urgent, stay_warm_s=10, leases=1)
     assert policy.resident_rank(held, 1e9) == 0
+
+
+@given(
+    st.floats(0, 1000), st.floats(0, 1000), st.sampled_from([0.0, 10.0, 300.0]), st.floats(0, 4000)
+)
+def test_one_that_a_caller_keeps_warm_yields_to_no_equal_until_then_and_to_one_later(
+    used: float, kept: float, stay_warm_s: float, now: float
+) -> None:
+    one = replace(resident("a", used=used, stay_warm_s=stay_warm_s), kept_warm_mono=kept)
+    rank = RequestPriority.NORMAL.rank
+    is_warm = now < max(used + stay_warm_s, kept)
+    if abs(now - max(used + stay_warm_s, kept)) > 1e-6:
+        assert policy.yields_to(one, rank, now) is not is_warm
+    if is_warm:
+        assert policy.yields_to(one, RequestPriority.HIGH.rank, now)
 
 
 def test_waiting_gains_a_class_each_time_without_end() -> None:

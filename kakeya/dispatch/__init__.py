@@ -1,0 +1,1 @@
+"""Who asks for the models of a node, and in what order they are served."""

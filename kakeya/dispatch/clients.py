@@ -1,0 +1,134 @@
+"""The clients of a node: what each has asked for, and how long it is told to stay away.
+
+One client is the name of a caller and that of a user within it, as fair shares count them. It is
+remembered while it has a request here, and for `FORGET_S` after its last one; beyond `MOST_CLIENTS`
+the idle one that was away for longest is forgotten first, and its cooldown with it.
+
+Times are monotonic seconds of the injected clock. Nothing here awaits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kakeya.core.errors import Refused
+from kakeya.core.figures import Json
+
+MOST_CLIENTS = 1024
+FORGET_S = 3600.0
+MOST_COOLDOWN_S = 600.0
+"""The longest cooldown; shorter than `FORGET_S`, so that none is forgotten before its end."""
+
+
+class CoolingDown(Refused):
+    """The client asked for a pause after an earlier request, and it is not over."""
+
+    code = "cooling_down"
+
+
+@dataclass(slots=True)
+class _Client:
+    requests: int = 0
+    refused: int = 0
+    waiting: int = 0
+    running: int = 0
+    used_mono: float = 0.0
+    cooldown_mono: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running)
+
+
+class ClientRequest:
+    """One request of a client, which waits until its answer begins."""
+
+    def __init__(self, client: _Client, cooldown_s: float) -> None:
+        self._client = client
+        self.cooldown_s = cooldown_s
+        """Seconds of cooldown after it, if its answer began."""
+        self.has_begun = False
+        client.requests += 1
+        client.waiting += 1
+
+    def begin(self) -> None:
+        """Note that its answer begins. Later calls do nothing."""
+        if not self.has_begun:
+            self.has_begun = True
+            self._client.waiting -= 1
+            self._client.running += 1
+
+    def end(self, now: float) -> None:
+        """Note that it has ended."""
+        client = self._client
+        client.used_mono = now
+        if not self.has_begun:
+            client.waiting -= 1
+            return
+        client.running -= 1
+        if self.cooldown_s:
+            client.cooldown_mono = max(client.cooldown_mono, now + self.cooldown_s)
+
+
+class Clients:
+    """The registry: the one owner of what is known of clients."""
+
+    def __init__(self, mono: Callable[[], float]) -> None:
+        self._mono = mono
+        self._clients: OrderedDict[tuple[str, str], _Client] = OrderedDict()
+        """The one whose last request is oldest stands first."""
+
+    @contextmanager
+    def request(
+        self, client: str, user: str = "", cooldown_s: float = 0.0
+    ) -> Iterator[ClientRequest]:
+        """Count a request for the `with`. Raises CoolingDown while the client is to stay away."""
+        now = self._mono()
+        found = self._find((client, user), now)
+        left_s = found.cooldown_mono - now
+        if left_s > 0:
+            found.refused += 1
+            raise CoolingDown(
+                f"{user or client} asked for a cooldown, of which {left_s:.3g} s are left; ask "
+                "again then",
+                retry_after_s=left_s,
+            )
+        request = ClientRequest(found, min(cooldown_s, MOST_COOLDOWN_S))
+        try:
+            yield request
+        finally:
+            request.end(self._mono())
+            self._clients.move_to_end((client, user))
+
+    def _find(self, name: tuple[str, str], now: float) -> _Client:
+        found = self._clients.setdefault(name, _Client())
+        found.used_mono = now
+        self._clients.move_to_end(name)
+        for other in tuple(self._clients):
+            one = self._clients[other]
+            is_past = now - one.used_mono >= FORGET_S
+            if not (is_past or len(self._clients) > MOST_CLIENTS):
+                break
+            if one.is_idle and one is not found:
+                del self._clients[other]
+        return found
+
+    def status(self) -> Sequence[Json]:
+        """The clients as JSON, the last that asked first."""
+        now = self._mono()
+        return [
+            {
+                "client": client,
+                "user": user,
+                "requests": one.requests,
+                "refused": one.refused,
+                "running": one.running,
+                "waiting": one.waiting,
+                "idle_s": round(now - one.used_mono, 1) if one.is_idle else 0.0,
+                "cooldown_s": round(max(0.0, one.cooldown_mono - now), 1),
+            }
+            for (client, user), one in reversed(self._clients.items())
+        ]
