@@ -39,6 +39,7 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.figures import Json
+from kakeya.core.units import ordinal
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame, Usage
@@ -153,7 +154,11 @@ class ResidentModel:
 
     def waits_for(self) -> str:
         """See `ServedModel`."""
-        return self.backend.waits_for() if self.backend is not None else ""
+        if self.backend is not None and (load := self.backend.waits_for()):
+            left_s = self._memory.load_left_s(self.capability, self.model_id)
+            return f"{load}, about {left_s:.0f} s" if left_s >= 1 else load
+        place = self._memory.place_of(self.capability, self.model_id)
+        return "" if place is None else f"{ordinal(place)} for memory, {self.model_id}"
 
     def load_status(self, now_mono: float) -> Json | None:
         """Return how far the load of the model is, as JSON; None while it does not load."""

@@ -41,3 +41,9 @@ def unpack_ids(packed: bytes) -> list[int]:
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()
+
+
+def ordinal(place: int) -> str:
+    """A place in a line, counted from 1, as 1st, 2nd, 3rd, 4th."""
+    last = "" if place % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "")
+    return f"{place}{last or 'th'}"

@@ -41,7 +41,8 @@ class LoadableModel(Protocol):
         ...
 
     def waits_for(self) -> str:
-        """The load that a request waits for, and how far it is, as "loading X, 41 %"; "" = none."""
+        """What a request waits for before the model serves: its load and how far it is, as
+        "loading X, 41 %, about 3 s", or its place in line, as "2nd for memory, X"; "" = nothing."""
         ...
 
     async def ready(self, timeout_s: float) -> ModelFacts:

@@ -282,6 +282,14 @@ class MemoryArbiter:
         """One resident of the ledger; None = it is not in memory."""
         return self._arbiter.find(ResidentKey(capability, model_key))
 
+    def place_of(self, capability: str, model_key: str) -> int | None:
+        """The place of a model in the line for memory, from 1; None = it is not in it."""
+        return self._arbiter.place_of(ResidentKey(capability, model_key), self._clock.mono())
+
+    def load_left_s(self, capability: str, model_key: str) -> float:
+        """Seconds until a model is loaded, by its measured loads; 0 = it is, or not known."""
+        return self._live.left_s(ResidentKey(capability, model_key))
+
     def would_grant(self, capability: str, model_key: str) -> bool:
         """Whether a request of normal priority would be served now or in its turn, without
         waiting for models to drain. Changes nothing. Raises NotFound."""

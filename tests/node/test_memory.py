@@ -242,6 +242,21 @@ async def test_a_model_that_was_swapped_out_finds_its_prompts_when_it_comes_back
         assert model_state(node, OTHER)["state"] == "unloaded"
 
 
+async def test_a_stream_that_waits_says_the_place_of_its_model_in_line(tmp_path: Path) -> None:
+    async with two_texts(tmp_path, 500) as node:
+        held = asyncio.create_task(ask(node, VERIFIER, stream=True, max_tokens=6000))
+        await eventually("it is in use", lambda: memory_of(node)["residents"][0]["leases"] == 1)
+        body = {"model": OTHER, "prompt": "class P", "max_tokens": 2, "stream": True}
+        said: list[str] = []
+        async with httpx.AsyncClient(base_url=f"http://{node.http}", timeout=120) as client:
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    said += [line] if line else []
+                    held.cancel()
+        assert said[0] == f": waiting: 1st for memory, {OTHER}"
+        assert said[-1] == "data: [DONE]"
+
+
 async def test_who_leaves_gives_up_its_place_and_who_has_no_time_for_a_load_is_told_at_once(
     tmp_path: Path,
 ) -> None:

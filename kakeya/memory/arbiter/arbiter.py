@@ -295,6 +295,20 @@ class Arbiter:
         """The resident of a key; None = absent."""
         return self._ledger.find(key)
 
+    def place_of(self, key: ResidentKey, now: float) -> int | None:
+        """The place of a model in the line for memory, from 1; None = no request waits for it, or
+        it loads. Models are counted and not requests: a load serves all that wait for it."""
+        line = dict.fromkeys(
+            one.ask.key
+            for one in self._tickets.in_order(now, self._rules)
+            if one.kept_until_mono is None and not self._is_loading(one.ask.key)
+        )
+        return list(line).index(key) + 1 if key in line else None
+
+    def _is_loading(self, key: ResidentKey) -> bool:
+        resident = self._ledger.find(key)
+        return resident is not None and resident.state is State.LOADING
+
     @property
     def is_short(self) -> bool:
         """Whether the machine is under pressure, or requests wait."""

@@ -24,6 +24,28 @@ PINNED = Warmth(is_pinned=True)
 # Loading and sharing.
 
 
+def test_the_line_for_memory_counts_models_the_most_urgent_first() -> None:
+    world = World.of(100)
+    world.loads_by_hand = True
+    user = world.ask(ask("c", "text-target", 60, warmth=WARM))
+    assert world.arbiter.place_of(key("c"), world.now) is None  # it loads
+    world.take(world.arbiter.loaded(key("c"), None, world.now))
+    for model, priority in (
+        ("a", RequestPriority.LOW),
+        ("b", RequestPriority.LOW),
+        ("b", RequestPriority.HIGH),
+        ("a", RequestPriority.LOW),
+        ("d", RequestPriority.BATCH),
+    ):
+        world.ask(ask(model, "text-target", 60, warmth=WARM, priority=priority))
+    places = [world.arbiter.place_of(key(model), world.now) for model in "abcd"]
+    assert places == [2, 1, None, 3]
+    world.release(user)
+    assert world.loading[-1] == key("b")
+    places = [world.arbiter.place_of(key(model), world.now) for model in "abcd"]
+    assert places == [1, None, None, 2]
+
+
 def test_a_model_that_a_caller_keeps_warm_leaves_for_idleness_no_earlier() -> None:
     world = World.of(1000)
     warmth = Warmth(stay_warm_s=10, unload_after_s=20)
