@@ -5,7 +5,8 @@ x_priority     urgent, high, normal, low, batch; wins over a dialect's own param
 x_client_id    the caller's name, for fair shares; of a caller that has one, by its key or the
                header x-kakeya-client, the user that it asks for
 x_stay_warm    seconds for which the model stays warm after the request, at least
-x_cooldown     seconds after the request in which further generations of its client are refused
+x_cooldown     seconds after the request in which further generations of its client are refused,
+               where it has a name
 
 Other fields whose names begin with x_ are left out, and named by x-kakeya-ignored.
 """
@@ -67,8 +68,12 @@ class CoordinatorFields:
             MutableHeaders(scope=scope)[CLIENT_NAME] = self.client
         elif self.client and not params.user:
             params = replace(params, user=self.client)
-        if self.ignored:
-            note_ignored(scope, self.ignored)
+        ignored = self.ignored
+        if self.cooldown_s and not Headers(scope=scope).get(CLIENT_NAME):
+            # Programs without a name share that of their machine.
+            params, ignored = replace(params, cooldown_s=0.0), (*ignored, "x_cooldown")
+        if ignored:
+            note_ignored(scope, ignored)
         return replace(asked, params=params)
 
 

@@ -69,6 +69,15 @@ async def test_a_cooldown_refuses_further_generations_of_its_client_alone(folder
     assert "bob asked for a cooldown" in refused.text
 
 
+async def test_programs_without_a_name_do_not_cool_each_other_down(folder):
+    asked = {"model": "toy", "messages": HI, "x_cooldown": 30}
+    async with serving(ToyModel(folder, script="hello world")) as served:
+        for _ in range(2):
+            answer = await served.http.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-kakeya-ignored"] == "x_cooldown"
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "priority", "client", "user"),
     [
