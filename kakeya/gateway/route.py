@@ -76,7 +76,8 @@ class GenerationRoute:
         jobs = await prepared
         async with aclosing(self._parts(jobs)) as parts:
             async for _ in parts:
-                use.begin()
+                if not use.has_begun:
+                    use.begin()
         body = compact(reply.whole([job.answer for job in jobs]))
         client.finish()
         await send_json(send, 200, body)
@@ -93,7 +94,8 @@ class GenerationRoute:
             opening = reply.opening()
             async with aclosing(self._parts(jobs)) as parts:
                 async for answer, part in parts:
-                    use.begin()
+                    if not use.has_begun:
+                        use.begin()
                     if written := reply.part(answer, part):
                         await client.send_event(opening + written)
                         opening = b""

@@ -287,7 +287,8 @@ class RuntimeService(RuntimeServiceServicer):
             use = held.enter_context(self._clients.request(asked.client, asked.user))
             frames = await held.enter_async_context(aclosing(session.model.decode(asked)))
             async for frame in frames:
-                use.begin()
+                if not use.has_begun:
+                    use.begin()
                 match frame:
                     case Tokens():
                         for token_id in frame.token_ids:
