@@ -14,6 +14,13 @@ def explanation(found: Mapping[str, object]) -> Iterator[str]:
         f"  prompt   {found['prompt_tokens']} tokens: {found['cached_tokens']} cached, "
         f"{found['computed_tokens']} computed"
     )
+    task = found.get("task")
+    if isinstance(task, dict):
+        yield f"  task     {task['name']}: {task['reason']}"
+        for one in task["candidates"]:
+            is_loaded = "failed" if one["failed"] else "loaded" if one["loaded"] else "not loaded"
+            speed = f"{one['tokens_per_second']:g} tokens/s" if one["tokens_per_second"] else "-"
+            yield f"           {one['model']}  step {one['step']}, {is_loaded}, {speed}"
     if found.get("conversation"):
         yield f"  key      {found['conversation']}"
     yield f"  why      {found['reason']}"

@@ -19,22 +19,26 @@ from kakeya.config.reader import (
     parse_flags,
     read_file,
     read_part,
+    read_tables,
     settings_of,
 )
 from kakeya.core.errors import ConfigError
 from kakeya.core.folders import default_folder
-from kakeya.core.settings import folder, label, nearest, one_of, setting, text
+from kakeya.core.settings import folder, label, nearest, one_of, setting, switch, text
 from kakeya.core.units import KIB, MIB
+from kakeya.dispatch.tasks import TaskSpec, check_tasks
 from kakeya.fleet.cards.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.fleet.config import FleetConfig
 from kakeya.gateway.config import HttpConfig
 from kakeya.generation.config import ModelsConfig
-from kakeya.generation.spec import ModelSpec
+from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.config import MemoryConfig
 from kakeya.prefix.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S, PrecacheConfig
 from kakeya.sessions.config import SessionConfig
 from kakeya.wire.server.config import ListenConfig
 
+_TABLES = ("tasks",)
+"""Sections whose tables have names: [tasks.NAME]."""
 _OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID", "KAKEYA_API_KEY"}
 )
@@ -81,11 +85,20 @@ class NodeConfig:
         None,
         argument="FILE",
     )
+    allow_cloud_fallback: bool = setting(
+        "models of clouds may stand in where they are not the first of a task (true); what PUT "
+        "/api/v1/config says wins",
+        switch,
+        True,
+        variable="MODEL_BOSS_ALLOW_CLOUD_FALLBACK",
+    )
     sessions: SessionConfig = field(default_factory=SessionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     precache: PrecacheConfig = field(default_factory=PrecacheConfig)
     models: tuple[ModelSpec, ...] = ()
+    config_file: Path | None = None
+    tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 
@@ -97,16 +110,18 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
     """Read flags, environment and file. Raises ConfigError; `--help` exits."""
     flags = parse_flags(SETTINGS.values(), argv)
     name = str(flags.get(CONFIG_FLAG) or environ.get(CONFIG_VARIABLE, ""))
+    path = Path(name).expanduser().absolute() if name else None
     home = default_folder(environ, platform=sys.platform, home=Path.home())
     sources = Sources(
         flags=flags,
         environ=environ,
-        file=read_file(SETTINGS.values(), Path(name).expanduser()) if name else {},
+        file=read_file(SETTINGS.values(), path, _TABLES) if path else {},
         file_name=name,
         usual={"node.data_dir": home},
     )
     config = read_part(NodeConfig, "node", sources)
     _check(config)
+    models = config.chosen.specs()
     return replace(
         config,
         precache=replace(
@@ -114,9 +129,27 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
             keep_alive_s=max(KEEP_ALIVE_LEAST_S, config.precache.keep_alive_s),
             sweep_s=max(SWEEP_LEAST_S, config.precache.sweep_s),
         ),
-        models=config.chosen.specs(),
+        models=models,
+        config_file=path,
+        tasks=_tasks(sources, models),
         warnings=_warnings(config, environ),
     )
+
+
+def read_tasks(config: NodeConfig) -> Mapping[str, TaskSpec]:
+    """Read the tasks of a node's file again. Raises ConfigError for a fault anywhere in it."""
+    path = config.config_file
+    if path is None:
+        raise ConfigError("the node was started without --config FILE.toml: no file has its tasks")
+    file = read_file(SETTINGS.values(), path, _TABLES)
+    sources = Sources(flags={}, environ={}, file=file, file_name=str(path), usual={})
+    return _tasks(sources, config.models)
+
+
+def _tasks(sources: Sources, models: Sequence[ModelSpec]) -> Mapping[str, TaskSpec]:
+    tasks = read_tables(TaskSpec, "tasks", sources)
+    served = [one.model_id for one in models if one.role is ModelRole.VERIFIER]
+    return check_tasks(tasks, served, sources.file_name)
 
 
 def _check(config: NodeConfig) -> None:

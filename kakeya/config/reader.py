@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -101,8 +101,26 @@ def parse_flags(settings: Iterable[Setting[object]], argv: Sequence[str]) -> dic
     return dict(vars(given))
 
 
-def read_file(settings: Iterable[Setting[object]], path: Path) -> dict[str, object]:
-    """Read a TOML file into `section.key` -> value. Raises ConfigError."""
+def read_tables(part: type[Part], section: str, sources: Sources) -> dict[str, Part]:
+    """Make a config class of each table [section.NAME] of the file, by name. Raises ConfigError."""
+    content, found = sources.file.get(section, {}), {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{sources.file_name}: {section} is no table; write [{section}.NAME]")
+    for name, table in content.items():
+        where = f"{section}.{name}"
+        if not isinstance(table, dict):
+            raise ConfigError(f"{sources.file_name}: unknown key {where}; write [{section}.NAME]")
+        file = {f"{where}.{key}": value for key, value in table.items()}
+        _check_keys(file, [one.key for one in settings_of(part, where)], sources.file_name)
+        found[name] = read_part(part, where, replace(sources, flags={}, environ={}, file=file))
+    return found
+
+
+def read_file(
+    settings: Iterable[Setting[object]], path: Path, tables: Collection[str] = ()
+) -> dict[str, object]:
+    """Read a TOML file into `section.key` -> value; sections of `tables` stay whole, for
+    `read_tables`. Raises ConfigError."""
     try:
         tree = tomllib.loads(path.read_text("utf-8"))
     except OSError as problem:
@@ -112,14 +130,19 @@ def read_file(settings: Iterable[Setting[object]], path: Path) -> dict[str, obje
         raise ConfigError(f"{path}: not a TOML file: {problem}") from problem
     known = [setting.key for setting in settings]
     flat: dict[str, object] = {}
+    whole = {section: tree.pop(section) for section in tables if section in tree}
     for section, content in tree.items():
         if not isinstance(content, dict):
-            raise ConfigError(f"{path}: unknown key {section}{nearest(section, known)}")
+            raise ConfigError(f"{path}: unknown key {section}{nearest(section, [*known, *tables])}")
         flat |= {f"{section}.{key}": value for key, value in content.items()}
-    for key in flat:
+    _check_keys(flat, [*known, *tables], str(path))
+    return flat | whole
+
+
+def _check_keys(keys: Iterable[str], known: Collection[str], file_name: str) -> None:
+    for key in keys:
         if key not in known:
-            raise ConfigError(f"{path}: unknown key {key}{nearest(key, known)}")
-    return flat
+            raise ConfigError(f"{file_name}: unknown key {key}{nearest(key, known)}")
 
 
 def _members(

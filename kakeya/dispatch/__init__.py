@@ -1,1 +1,1 @@
-"""Who asks for the models of a node, and in what order they are served."""
+"""Who asks for the models of a node, in what order they are served, and which model a task gets."""

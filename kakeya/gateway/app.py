@@ -19,6 +19,7 @@
     GET  /metrics                        Prometheus
     GET  /openapi.json                   these paths and their parameters, for programs
     GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
+    GET, PUT /api/v1/config              tasks, and what else changes while the node runs
     GET  /api/v1/requests/{id}           what of a recent request's prompt was cached, and why
 
 Parsing is in `openai`, `anthropic` and `ollama`, running in `generation`, admission and errors in
@@ -43,6 +44,7 @@ import kakeya
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.registry import TaskRegistry
 from kakeya.gateway.anthropic.count import CountRoute
 from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
 from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
@@ -54,6 +56,8 @@ from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
+from kakeya.gateway.live_config import ConfigRoute
+from kakeya.gateway.model_bodies import abilities, shown_sampling, task_body
 from kakeya.gateway.ollama.routes import ollama_routes
 from kakeya.gateway.openai.embeddings import EMBEDDING, EmbeddingRoute
 from kakeya.gateway.openai.requests import (
@@ -76,9 +80,8 @@ from kakeya.generation.model import (
     ModelDirectory,
     ServedModel,
 )
-from kakeya.generation.request import Sampling
 from kakeya.prefix.seam import NoPrecache, Precache
-from kakeya.text.text import TextModel, Texts
+from kakeya.text.text import Texts
 
 
 def build_app(
@@ -99,6 +102,7 @@ def build_app(
     texts: Texts | None = None,
     store_bytes: int = 0,
     clients: Clients | None = None,
+    tasks: TaskRegistry | None = None,
 ) -> Starlette:
     """Build the application.
 
@@ -109,7 +113,8 @@ def build_app(
     only draft; `unready` says why the node as a whole does not serve now, "" while it does.
     `texts` are shared with other parts of the node; None = the application makes its own.
     So is the registry of `clients`.
-    `store_bytes` are for responses that later requests can go on from; 0 = none is kept.
+    `store_bytes` are for responses that later requests can go on from; 0 = none is kept. `tasks`
+    are names that stand for one of several models; None = there are none.
     """
     metrics = HttpMetrics(
         figures,
@@ -117,6 +122,7 @@ def build_app(
         most_running=limits.generations,
     )
     texts = texts or Texts(clock.wall)
+    tasks = tasks or TaskRegistry()
     generations = Generations(
         directory,
         router,
@@ -127,6 +133,7 @@ def build_app(
         rng=rng,
         precache=precache,
         clients=clients or Clients(clock.mono),
+        tasks=tasks,
     )
     gateway = Gateway(
         directory,
@@ -141,9 +148,10 @@ def build_app(
     routes = [
         *_dialects(generations, ResponseStore(most_bytes=store_bytes, mono=clock.mono)),
         BodyRoute("/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING),
-        *ollama_routes(directory, generations, embeddings, clock, _abilities),
+        *ollama_routes(directory, generations, embeddings, clock, abilities),
         BodyRoute("/v1/precache", PrecacheRoute(generations, precache, texts), PRECACHE),
         Route("/api/v1/requests/{request_id}", ExplainRoute(generations.recent, texts).answer),
+        *ConfigRoute(tasks, limits).routes(),
         *gateway.routes(),
     ]
     app = Starlette(
@@ -232,6 +240,8 @@ class Gateway:
             base = bodies.get(one.parent, {})
             own = {"id": one.model_id, "display_name": one.model_id, "parent": one.parent}
             models.append(base | own)
+        for name, task in self._generations.tasks.tasks.items():
+            models.append(task_body(name, task, bodies))
         models += map(self._embedder_body, self._directory.embedders())
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
         pages = {"has_more": False, "first_id": None, "last_id": None, **ends}
@@ -245,7 +255,14 @@ class Gateway:
         for one in self._directory.embedders():
             if one.model_id == model_id:
                 return _json(self._embedder_body(one))
-        found = self._generations.find(model_id, client)
+        found, choice = self._generations.choose(model_id, client)
+        if choice is not None:
+            bodies = {
+                one.model_id: await self._model_body(one)
+                for one in self._directory.verifiers()
+                if one.model_id in choice.spec.names
+            }
+            return _json(task_body(model_id, choice.spec, bodies))
         adapted = self._directory.adapted(client) if ":" in found.model_id else ()
         parents = [{"parent": one.parent} for one in adapted if one.model_id == found.model_id]
         return _json(await self._model_body(found) | (parents[0] if parents else {}))
@@ -306,8 +323,8 @@ class Gateway:
             "role": "verifier",
             "max_output_tokens": common["context_length"],  # of an empty prompt: both share it
             "modalities": {"input": ["text"], "output": ["text"]},
-            "capabilities": text and _abilities(text),
-            "default_parameters": text and _shown(text.sampling),
+            "capabilities": text and abilities(text),
+            "default_parameters": text and shown_sampling(text.sampling),
         }
 
     def _embedder_body(self, model: EmbeddingModel) -> dict[str, object]:
@@ -338,24 +355,6 @@ class Gateway:
             "state": model.state.value,
             "quantization": facts and (facts.quantization or facts.dtype),
         }
-
-
-def _abilities(text: TextModel) -> list[str]:
-    """What requests a model can answer, by its folder's files."""
-    if not text.has_chat_template:
-        return ["completion", "json"]
-    return ["completion", "json", "chat", "tools", *(["thinking"] if text.thinks else [])]
-
-
-def _shown(sampling: Sampling) -> dict[str, float]:
-    """Sampling as a request would ask for it."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-    }
 
 
 def _is_ready(model: LoadableModel | DraftModelState) -> bool:

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Scope
 
 from kakeya.dispatch.clients import MOST_COOLDOWN_S
+from kakeya.dispatch.tasks import TaskSpec
 from kakeya.gateway.http.fields import number_field, table, text_field
 from kakeya.gateway.http.receipt import note_ignored
 from kakeya.gateway.openai.share_params import name_of, priority_field
@@ -74,6 +75,20 @@ class CoordinatorFields:
             params, ignored = replace(params, cooldown_s=0.0), (*ignored, "x_cooldown")
         if ignored:
             note_ignored(scope, ignored)
+        return replace(asked, params=params)
+
+    def under_task(self, asked: Request, task: TaskSpec, scope: Scope) -> Request:
+        """A request whose fields are applied, with what its task says of it where it says
+        nothing."""
+        params = asked.params
+        params = replace(params, stay_warm_s=max(params.stay_warm_s, task.keep_alive_s))
+        headers = Headers(scope=scope)
+        is_said = self.priority is not None or self.has_own_priority
+        is_said |= any(headers.get(name) for name in _PRIORITY_HEADERS)
+        if task.priority is not None and not is_said:
+            params = replace(params, priority=task.priority)
+        if params.deadline_s is None:
+            params = replace(params, deadline_s=task.budget_s)
         return replace(asked, params=params)
 
 

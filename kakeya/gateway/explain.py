@@ -76,6 +76,7 @@ def explained(
         "object": "request",
         "id": record.request_id,
         "model": record.model_id,
+        "task": record.task and record.task.describe(),
         "finish_reason": record.finish_reason or None,
         "conversation": record.conversation or None,
         "prompt_tokens": record.prompt_tokens,

@@ -26,11 +26,14 @@ from starlette.types import Receive, Scope, Send
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.ids import draw_id
+from kakeya.core.settings import nearest
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.registry import TaskRegistry
+from kakeya.dispatch.tasks import TaskChoice
 from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm
-from kakeya.gateway.http.receipt import moved_of, note_moved
+from kakeya.gateway.http.receipt import moved_of, note_moved, task_of
 from kakeya.gateway.http.request_ids import answer_id
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.prompts import (
@@ -101,6 +104,7 @@ class Generations:
         rng: random.Random,
         precache: Precache,
         clients: Clients,
+        tasks: TaskRegistry,
     ) -> None:
         self._directory = directory
         self._router = router
@@ -112,6 +116,7 @@ class Generations:
         self._crowd = FairBound(limits.generations)
         self.recent = RecentRequests()
         self.clients = clients
+        self.tasks = tasks
         self.limits = limits
 
     def connection(
@@ -133,17 +138,30 @@ class Generations:
         )
 
     def find(self, model_id: str, client: str = "") -> ServedModel:
-        """Find a served model for a client. Raises ModelNotFound with the ids that are served, and
-        Denied for an adapter of another client."""
+        """Find the model of a name for a client. Raises as `choose`."""
+        return self.choose(model_id, client)[0]
+
+    def choose(self, name: str, client: str = "") -> tuple[ServedModel, TaskChoice | None]:
+        """Find a served model for a client, by its own name or that of a task, which then chooses.
+
+        Raises ModelNotFound with the names that are served, and Denied for an adapter of another
+        client.
+        """
+        choice = self.tasks.choose(name, self._directory.verifiers())
+        return self._served(name if choice is None else choice.model_id, client), choice
+
+    def _served(self, model_id: str, client: str) -> ServedModel:
         try:
             if model_id:  # the directory takes "" for its default
                 return self._directory.get(model_id, client)
         except NotFound as unknown:
             if self._is_served(model_id.rpartition(":")[0]):
                 raise ModelNotFound(unknown.message) from None
-        served = ", ".join(model.model_id for model in self._directory.verifiers())
+        names = [*(model.model_id for model in self._directory.verifiers()), *self.tasks.tasks]
+        served = ", ".join(names)
         raise ModelNotFound(
             f"the model {model_id[:80]!r} is not served here; served: {served or 'none'}"
+            f"{nearest(model_id[:80], names)}"
         )
 
     def _is_served(self, base: str) -> bool:
@@ -215,6 +233,7 @@ class Generations:
             block_tokens=facts.kv_block_tokens,
             conversation=resolve_key(claim.use.keys) or "",
             moved=moved_of(scope),
+            task=task_of(scope),
             ready_s=self._clock.mono() - began_mono,
         )
         jobs: list[HttpGeneration] = []
@@ -246,6 +265,7 @@ class Generations:
             prompt_tokens=prompt_tokens,
             fingerprint=system_fingerprint(facts),
             moved=moved_of(scope),
+            task=record.task,
         )
         return jobs
 

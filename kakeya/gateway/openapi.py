@@ -41,8 +41,9 @@ class BodyRoute(Route):
         no_ops: NoOps = MappingProxyType({}),
         *,
         takes_more: bool = False,
+        method: str = "POST",
     ) -> None:
-        super().__init__(path, endpoint, methods=["POST"])
+        super().__init__(path, endpoint, methods=[method])
         self.fields = fields
         self.no_ops = no_ops
         self.takes_more = takes_more

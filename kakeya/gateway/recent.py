@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kakeya.core.units import pack_ids
+from kakeya.dispatch.tasks import TaskChoice
 from kakeya.text.cuts_of_chat import common_tokens
 
 MOST_RECORDS = 256
@@ -27,7 +28,8 @@ class RequestRecord:
     """One generation. Times are seconds since the request began; None = it did not come so far.
 
     `owner` is its client, or the machine of a nameless one. `conversation` is the key of its KV, ""
-    = none. `prefill_s` is the engine's account, None where a stop string ended the answer.
+    = none. `task` chose the model, None = the request names it. `prefill_s` is the engine's
+    account, None where a stop string ended the answer.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class RequestRecord:
     conversation: str
     moved: tuple[str, ...]
     ready_s: float
+    task: TaskChoice | None = None
     prepared_s: float = 0.0
     first_token_s: float | None = None
     ended_s: float = 0.0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kakeya.core.errors import KakeyaError
+from kakeya.dispatch.tasks import TaskChoice
 from kakeya.gateway.answer import GeneratedAnswer, Part
 from kakeya.gateway.request import Request
 
@@ -25,7 +26,8 @@ class AnswerHead:
 
     `prompt_tokens` are those of all prompts. `created_at` is in seconds of the wall clock.
     `fingerprint` names the weights and the numerics that compute it. `moved` are the kinds of lines
-    that were taken out of the way of the prefix cache.
+    that were taken out of the way of the prefix cache. `task` is the choice of `model`, None = the
+    request names it.
     """
 
     answer_id: str
@@ -34,6 +36,7 @@ class AnswerHead:
     prompt_tokens: int
     fingerprint: str = ""
     moved: tuple[str, ...] = ()
+    task: TaskChoice | None = None
 
 
 class Reply(Protocol):

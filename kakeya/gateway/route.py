@@ -16,7 +16,7 @@ from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
 from kakeya.gateway.generation import Generations, HttpGeneration, client_of
 from kakeya.gateway.http.connection import Connection, read_request
 from kakeya.gateway.http.edge import send_json, stopping
-from kakeya.gateway.http.receipt import note_left_out
+from kakeya.gateway.http.receipt import note_left_out, note_task
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.reply import Dialect, Reply
@@ -42,9 +42,12 @@ class GenerationRoute:
 
         reply, fields, share, session = await read_request(scope, receive, generations.limits, read)
         asked = generations.settled(fields.applied(reply.asked, scope), session, scope)
+        note_left_out(scope, asked.params.left_out)
+        model, choice = generations.choose(asked.params.model, client_of(scope))
+        if choice is not None:
+            note_task(scope, choice)
+            asked = fields.under_task(asked, choice.spec, scope)
         params = asked.params
-        note_left_out(scope, params.left_out)
-        model = generations.find(params.model, client_of(scope))
         with (
             generations.clients.request(share, params.user, params.cooldown_s) as use,
             generations.admitted(share, params.user),

@@ -22,7 +22,7 @@ from typing import Self
 from kakeya.backends.awake import StayAwake
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
-from kakeya.config.config import NodeConfig
+from kakeya.config.config import NodeConfig, read_tasks
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import (
@@ -32,6 +32,7 @@ from kakeya.core.host import (
 )
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
+from kakeya.dispatch.registry import TaskRegistry
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.gossip.round import Round
 from kakeya.fleet.identity.identity import Identity
@@ -45,7 +46,7 @@ from kakeya.generation.frames import Usage
 from kakeya.generation.spec import ModelRole
 from kakeya.node.card import NodeFacts, make_offer
 from kakeya.node.control import control_socket
-from kakeya.node.datadir import DataDir, RunInfo
+from kakeya.node.datadir import LIVE, DataDir, RunInfo
 from kakeya.node.directory import VerifierDirectory, failed_addresses
 from kakeya.node.fleet import Chances, NodeFleet
 from kakeya.node.https import NodeHttps, check_http_start
@@ -178,6 +179,13 @@ class Agent:
             self._config.precache, self._models, self._memory, self._pages, self._clock, self._rng
         )
         self._precache = await stack.enter_async_context(ahead)
+        self._ladders = TaskRegistry(
+            self._config.tasks,
+            reread=lambda: read_tasks(self._config),
+            allows_cloud=self._config.allow_cloud_fallback,
+            file=self._folder / LIVE,
+        )
+        await self._ladders.restore()
         self._services = Services(
             self._plane,
             self._models,
@@ -311,6 +319,7 @@ class Agent:
             texts=self._precache.texts,
             store_bytes=self._config.listen.http_store_bytes,
             clients=self._services.clients,
+            tasks=self._ladders,
         )
         return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 

@@ -3,6 +3,7 @@
     node.lock      held (flock) while a node runs; its text is that node's pid
     node.json      node id, incarnation, last stamp, peers (`state.py`)
     node.run.json  pid and addresses of the running node, for the command line
+    node.live.json what PUT /api/v1/config set (`dispatch/registry.py`)
     findings/      checks and measured speeds of models, a file for each (`mlx/findings.py`)
 
 Files are replaced whole (write aside, fsync, rename). A damaged state file is set aside as
@@ -27,6 +28,7 @@ from kakeya.node.state import DamagedState, NodeState, decode_state, encode_stat
 
 _log = logging.getLogger(__name__)
 LOCK, STATE, RUN = "node.lock", "node.json", "node.run.json"
+LIVE = "node.live.json"
 FINDINGS = "findings"
 
 

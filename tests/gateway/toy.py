@@ -22,6 +22,7 @@ from tokenizers.trainers import BpeTrainer
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
+from kakeya.dispatch.registry import TaskRegistry
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.connection import HttpLimits
@@ -335,6 +336,7 @@ async def serving(
     precache: Precache = NoPrecache(),  # noqa: B008
     embedders: Sequence[ToyEmbedder] = (),
     store_bytes: int = 0,
+    tasks: TaskRegistry | None = None,
 ) -> AsyncIterator[Served]:
     app = build_app(
         Directory(*models, embedders=embedders),
@@ -350,6 +352,7 @@ async def serving(
         unready=unready,
         precache=precache,
         store_bytes=store_bytes,
+        tasks=tasks,
     )
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]

@@ -19,7 +19,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.gateway.answer import GeneratedAnswer, Part, ToolCall
 from kakeya.gateway.anthropic.messages import tool_use_id_of
 from kakeya.gateway.http.edge import envelope
-from kakeya.gateway.openai.reply import account, comment, compact, with_moved
+from kakeya.gateway.openai.reply import account, comment, compact, with_head
 from kakeya.gateway.reply import EVENT_STREAM, AnswerHead
 from kakeya.gateway.request import ChatRequest
 from kakeya.text.tools.answer import Said, Thought
@@ -114,7 +114,7 @@ class MessageReply:
         }
         if answer.usage is not None:
             usage["kakeya"] = account(answer.usage)
-        return with_moved(usage, self.head)
+        return with_head(usage, self.head)
 
     def _start(self, answer: GeneratedAnswer) -> bytes:
         if self._is_open:

@@ -6,6 +6,8 @@ x-kakeya-warning   what the answer does not have of what was asked, in sentences
 x-kakeya-ignored   the names of unknown parameters that it was answered without, each
                    percent-encoded: those that begin with x_, and others only where the setting
                    `http.unknown` is "warn"
+x-kakeya-task      of a request that names a task: the model that it got and its numbers, as
+                   "titles; model=small; step=1; loaded=1; tokens_per_second=210.5", and why
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from urllib.parse import quote
 
 from starlette.types import Scope
 
+from kakeya.dispatch.tasks import TaskChoice
+
 _MOVED = "kakeya.moved"
 _LEFT_OUT = "kakeya.left_out"
 _IGNORED = "kakeya.ignored"
+_TASK = "kakeya.task"
 _MOST_CHARS = 2000
 """Of a header: clients and proxies bound all headers together."""
 
@@ -44,6 +49,28 @@ def note_ignored(scope: Scope, names: Iterable[str]) -> None:
     scope[_IGNORED] = (*scope.get(_IGNORED, ()), *names)
 
 
+def note_task(scope: Scope, choice: TaskChoice) -> None:
+    """Note the model that a task chose."""
+    scope[_TASK] = choice
+
+
+def task_of(scope: Scope) -> TaskChoice | None:
+    """The model that a task chose; None = the request names a model."""
+    found: TaskChoice | None = scope.get(_TASK)
+    return found
+
+
+def _task_header(choice: TaskChoice | None) -> str:
+    if choice is None:
+        return ""
+    best = choice.ranked[0]
+    said = (
+        f"{choice.task}; model={best.model_id}; step={best.step}; loaded={best.is_loaded:d}; "
+        f"tokens_per_second={best.tokens_per_second:.1f}; reason={choice.reason}"
+    )
+    return said.encode("unicode_escape").decode()  # a folder's name may be any text
+
+
 def receipt_headers(scope: Scope) -> dict[str, str]:
     """The headers of an answer."""
     told = {
@@ -52,5 +79,6 @@ def receipt_headers(scope: Scope) -> dict[str, str]:
         "x-kakeya-ignored": ", ".join(
             quote(name, safe="", errors="replace") for name in scope.get(_IGNORED, ())
         ),
+        "x-kakeya-task": _task_header(task_of(scope)),
     }
     return {name: said[:_MOST_CHARS] for name, said in told.items() if said}

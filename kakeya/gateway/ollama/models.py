@@ -59,6 +59,11 @@ class OllamaModels:
             for one in self._directory.adapted(client_of(request.scope))
             if one.parent in by_id
         ]
+        models += [
+            self._tag(name, by_id[task.names[0]])
+            for name, task in self._generations.tasks.tasks.items()
+            if task.names[0] in by_id
+        ]
         return JSONResponse({"models": models})
 
     async def loaded(self, request: Request) -> Response:

@@ -11,9 +11,10 @@ Beside OpenAI's fields, `usage` carries ours under `kakeya`:
                              draft tokens that were made, that the verifier looked at, that it kept
     sources                  the same for each draft source, by name
     moved                    kinds of lines that were taken out of the way of the prefix cache
+    task                     of a request that names a task: the model that it got, and why
 
-All but `moved` is absent when a stop string ended the answer, since the engine then gives no
-account, and for several answers to one request.
+All but `moved` and `task` is absent when a stop string ended the answer, since the engine then
+gives no account, and for several answers to one request.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class _ChunkReply(Generic[_Asked]):
         first = answers[:: self.asked.params.rows]  # the others begin with what it computed
         cached = sum(one.cached_tokens for one in first)
         usage = usage_body(answers, self.head.prompt_tokens, cached)
-        return {"usage": with_moved(usage, self.head)}
+        return {"usage": with_head(usage, self.head)}
 
     def part(self, answer: GeneratedAnswer, part: Part) -> bytes:
         """A chunk."""
@@ -256,13 +257,16 @@ def usage_body(
     return body
 
 
-def with_moved(usage: dict[str, object], head: AnswerHead) -> dict[str, object]:
-    """The `usage` object, and under `kakeya` the lines that were moved, if any were."""
-    if not head.moved:
-        return usage
+def with_head(usage: dict[str, object], head: AnswerHead) -> dict[str, object]:
+    """The `usage` object, and under `kakeya` the lines that were moved and the task's choice, if
+    there are any."""
     told = usage.get("kakeya")
     own = dict(told) if isinstance(told, dict) else {}
-    return {**usage, "kakeya": {**own, "moved": list(head.moved)}}
+    if head.moved:
+        own["moved"] = list(head.moved)
+    if head.task is not None:
+        own["task"] = head.task.describe()
+    return {**usage, "kakeya": own} if own else usage
 
 
 def account(usage: Usage) -> dict[str, object]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kakeya.core.errors import KakeyaError
 from kakeya.gateway.answer import GeneratedAnswer, Part
-from kakeya.gateway.openai.reply import account, comment, with_moved
+from kakeya.gateway.openai.reply import account, comment, with_head
 from kakeya.gateway.openai.responses.output import (
     FIRST_EVENTS,
     ItemStatus,
@@ -138,7 +138,7 @@ class ResponseReply:
         }
         if answer.usage is not None:
             usage["kakeya"] = account(answer.usage)
-        return with_moved(usage, self.head)
+        return with_head(usage, self.head)
 
 
 def _status(answer: GeneratedAnswer) -> ItemStatus:

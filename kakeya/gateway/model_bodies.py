@@ -1,0 +1,44 @@
+"""What /v1/models tells of a model beside the facts of its load, and of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kakeya.dispatch.tasks import TaskSpec
+from kakeya.generation.request import Sampling
+from kakeya.text.text import TextModel
+
+
+def task_body(
+    name: str, task: TaskSpec, bodies: Mapping[str, Mapping[str, object]]
+) -> dict[str, object]:
+    """A task as /v1/models tells it: as its first model, with the context that all of them have."""
+    ladder = [bodies[one] for one in task.names if one in bodies]
+    known = [int(str(size)) for one in ladder if (size := one["context_length"])]
+    contexts = ("context_length", "max_model_len", "max_context_length", "max_output_tokens")
+    return {
+        **(ladder[0] if ladder else {}),
+        "id": name,
+        "display_name": name,
+        "kind": "task",
+        **dict.fromkeys(contexts, min(known, default=None)),
+        **task.describe(),
+    }
+
+
+def abilities(text: TextModel) -> list[str]:
+    """What requests a model can answer, by its folder's files."""
+    if not text.has_chat_template:
+        return ["completion", "json"]
+    return ["completion", "json", "chat", "tools", *(["thinking"] if text.thinks else [])]
+
+
+def shown_sampling(sampling: Sampling) -> dict[str, float]:
+    """Sampling as a request would ask for it."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
