@@ -40,7 +40,7 @@ from kakeya.doctor.report import (
 )
 from kakeya.doctor.targets import Target, find_targets
 from kakeya.doctor.way_checks import Here, check_way
-from kakeya.node.binding import DEFAULT_PORT
+from kakeya.fleet.paths.binding import DEFAULT_PORT
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import find_running
 from kakeya.wire.server.config import ListenConfig

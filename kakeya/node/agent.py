@@ -38,6 +38,7 @@ from kakeya.fleet.gossip.round import Round
 from kakeya.fleet.identity.identity import Identity
 from kakeya.fleet.identity.membership import open_trust
 from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch
+from kakeya.fleet.paths.own_addresses import OwnAddresses
 from kakeya.fleet.placement.ring import probe_ring_environment
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.connection import HttpLimits
@@ -53,7 +54,6 @@ from kakeya.node.https import NodeHttps, check_http_start
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.overview import Overview
 from kakeya.node.pages import NodePages
-from kakeya.node.reach import OwnAddresses
 from kakeya.node.services import Services
 from kakeya.node.startup import become_member, begin, tell_command_line, to_remember
 from kakeya.node.state_writer import StateWriter

@@ -36,13 +36,13 @@ from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.fleet.liveness.duplicate_id import refuse_taken_id
 from kakeya.fleet.liveness.probing import Prober
 from kakeya.fleet.paths.discovery import Discovery
+from kakeya.fleet.paths.own_addresses import OwnAddresses
 from kakeya.fleet.paths.routes import Routes
 from kakeya.fleet.view.merging import LATENCY_S
 from kakeya.fleet.view.own_card import PATIENCE_ROUNDS
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.fleet.view.suspicion import Doubt
 from kakeya.node.figures import fleet_figures, gossip_figures, invite_figures, route_figures
-from kakeya.node.reach import OwnAddresses
 from kakeya.node.state import NodeState
 from kakeya.node.status import FleetStatus
 from kakeya.v1.fleet_pb2_grpc import add_MembershipServiceServicer_to_server

@@ -16,10 +16,10 @@ from kakeya.core.settings import is_loopback, split_address
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.identity.host_certificate import HostCertificate
 from kakeya.fleet.identity.identity import CERTIFICATE, FOLDER, KEY
+from kakeya.fleet.paths.binding import check_http
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.keys import KeyRing, read_keys
 from kakeya.gateway.http.tls import ServerTls
-from kakeya.node.binding import check_http
 from kakeya.node.fleet import NodeFleet
 from kakeya.wire.server.config import ListenConfig
 

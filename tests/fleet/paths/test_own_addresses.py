@@ -18,8 +18,8 @@ from kakeya.fleet.identity.authority import new_fleet
 from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.fleet.paths.addresses import NetworkRank
 from kakeya.fleet.paths.interfaces import Interface, source_host
+from kakeya.fleet.paths.own_addresses import OwnAddresses
 from kakeya.fleet.paths.round_trips import SETTLE_S
-from kakeya.node.reach import OwnAddresses
 from kakeya.wire.server.listeners import Listeners
 from tests.fakes import SettableClock
 from tests.netns import needs_all_loopback

@@ -20,6 +20,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Endpoint
 from kakeya.fleet.config import FleetConfig
 from kakeya.fleet.paths.addresses import AddressPolicy
+from kakeya.fleet.paths.binding import Binding, choose_binding
 from kakeya.fleet.paths.interfaces import (
     WATCH_S,
     Interface,
@@ -31,7 +32,6 @@ from kakeya.fleet.paths.interfaces import (
     source_host,
 )
 from kakeya.fleet.paths.round_trips import RoundTrips
-from kakeya.node.binding import Binding, choose_binding
 from kakeya.wire.server.config import ListenConfig
 from kakeya.wire.server.listeners import Listeners
 

@@ -10,8 +10,8 @@ import pytest
 
 from kakeya.core.errors import ConfigError
 from kakeya.fleet.paths.addresses import NetworkRank
+from kakeya.fleet.paths.binding import Binding, check_http, choose_binding
 from kakeya.fleet.paths.interfaces import Interface
-from kakeya.node.binding import Binding, check_http, choose_binding
 from kakeya.wire.server.config import ListenConfig
 
 CERT = Path("cert.pem")
