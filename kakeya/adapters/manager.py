@@ -35,11 +35,10 @@ from kakeya.core.errors import Conflict, KakeyaError, LoadFailed, NotFound, Stor
 from kakeya.core.figures import Durations, Figure, Json, as_json
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.generation.config import WAIT_S
 from kakeya.memory.pages.node_arena import NodeArena
 
 _log = logging.getLogger(__name__)
-PATIENCE_S = 120.0
-"""How long a request waits for its adapter; its model may have to be loaded meanwhile."""
 REBALANCE_S = 5.0
 _WARMINGS = 16
 """Adapters that are laid in pages, or rounded there, in one rebalance, so that disk, ledger and
@@ -202,7 +201,7 @@ class AdapterManager:
         model_id: str,
         client: str = "",
         *,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = WAIT_S,
         is_following: bool = False,
         begun: AdapterRecord | None = None,
     ) -> AdapterUse:

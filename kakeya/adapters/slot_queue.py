@@ -37,12 +37,12 @@ from kakeya.core.errors import (
 )
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
+from kakeya.generation.config import WAIT_S
 
 _log = logging.getLogger(__name__)
-Lend = Callable[[str, float], AbstractAsyncContextManager[AdapterEngine]]
-"""Holds a model's engine, loaded for it if need be; waits at the most the given seconds."""
+Lend = Callable[[str], AbstractAsyncContextManager[AdapterEngine]]
+"""Holds a model's engine, loaded for it if need be; waits as long as any request does."""
 MAX_WAITING = 256
-_ENGINE_PATIENCE_S = 120.0
 _SHORT_S = 30.0
 """How long an engine that refused a slot for want of memory is asked for no more."""
 _TRIES = 3
@@ -172,7 +172,7 @@ class SlotQueue:
         self._warming += 1
         try:
             # The engine is held, so that it is not the idle model that goes for these pages.
-            async with self._lend(self._base, _ENGINE_PATIENCE_S):
+            async with self._lend(self._base):
                 if adapter.is_retired:
                     raise _removed(adapter)
                 try:
@@ -186,8 +186,8 @@ class SlotQueue:
     async def _serve(self) -> bool:
         """Serve some requests; False when none could be served."""
         try:
-            async with self._lend(self._base, _ENGINE_PATIENCE_S) as engine:
-                await engine.ready(_ENGINE_PATIENCE_S)  # a dead engine is started again
+            async with self._lend(self._base) as engine:
+                await engine.ready(WAIT_S)  # a dead engine is started again
                 has_served = await self._bring(engine)
                 await asyncio.sleep(0)  # served requests go on before the engine is given back
                 return has_served
@@ -289,7 +289,7 @@ class SlotQueue:
         if not (moves or gone) or not self._places.is_up(self._base):
             return
         try:
-            async with self._lend(self._base, _ENGINE_PATIENCE_S) as engine:
+            async with self._lend(self._base) as engine:
                 for adapter in gone:
                     await self._unload(adapter, engine)
                 for move in moves:

@@ -9,7 +9,7 @@ from kakeya.adapters.manager import AdapterManager, AdapterWish
 from kakeya.backends.resident import ResidentModel
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
-from kakeya.generation.request import DecodeRequest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 
 
 class AdaptedModel:
@@ -51,10 +51,12 @@ class AdaptedModel:
         """See `ServedModel`."""
         return self._base.waits_for()
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
         """Wait until the base serves. Raises NotFound if the adapter was removed."""
         self._adapters.find(self._wish.model_id, self._wish.client)
-        return await self._base.ready(timeout_s)
+        return await self._base.ready(timeout_s, priority)
 
     def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         """Stream frames of the base with the adapter. Also raises the errors of acquiring it."""

@@ -18,16 +18,17 @@ from enum import StrEnum
 from typing import Protocol
 
 from kakeya.adapters.lease import AdapterUse
-from kakeya.adapters.manager import PATIENCE_S, AdapterWish
+from kakeya.adapters.manager import AdapterWish
 from kakeya.backends import endings
 from kakeya.backends.engine.life import Engine, EngineLife
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
+from kakeya.generation.config import WAIT_S
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Done, Frame, Usage
 from kakeya.generation.kv import KvOffer
-from kakeya.generation.request import DecodeRequest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.prefix.request.exchange import PrefixExchange
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,9 @@ class AttemptedModel(Protocol):
         """The facts from its last engine."""
         ...
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
         """Wait until the model serves."""
         ...
 
@@ -66,7 +69,8 @@ class AttemptedModel(Protocol):
 
 
 class Attempt:
-    """See the module. `exchange` makes a request's part in the KV of prompts, None = none."""
+    """See the module. `exchange` makes a request's part in the KV of prompts, None = none.
+    Without a deadline a request waits `patience_s` for its adapter."""
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class Attempt:
         clock: Clock,
         exchange: Callable[[DecodeRequest], PrefixExchange | None] = lambda _: None,
         adapter: AdapterWish | None = None,
+        patience_s: float = WAIT_S,
         on_usage: Callable[[Usage], None] = lambda _: None,
     ) -> None:
         self._request = request
@@ -83,6 +88,7 @@ class Attempt:
         self._clock = clock
         self._make_exchange = exchange
         self._wish = adapter
+        self._patience_s = patience_s
         self._on_usage = on_usage
         self._job = Continuation(request, clock.mono())
         self._source: EngineLife | None = None
@@ -149,8 +155,8 @@ class Attempt:
     async def _adapter(self, wish: AdapterWish) -> AdapterUse:
         """Acquire the adapter: after the first token the version of the start, else the newest."""
         left_s = self._rest().deadline_s
-        patience_s = PATIENCE_S if left_s is None else left_s
-        await self._model.ready(patience_s)
+        patience_s = self._patience_s if left_s is None else left_s
+        await self._model.ready(patience_s, self._request.priority)
         begun = self._use.record if self._use is not None and self._job.has_begun else None
         return await wish.acquire(patience_s, begun)
 

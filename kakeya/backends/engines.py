@@ -18,6 +18,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.log import event
+from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import DraftModelState, ModelFacts, ModelState
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
 from kakeya.memory.api import MemoryArbiter
@@ -97,8 +98,10 @@ class Engines:
         options: EngineOptions,
         on_change: Callable[[], None],
         sockets: Path | None = None,
+        patience_s: float = WAIT_S,
     ) -> None:
-        """Sockets lie in `sockets`, or in the system's temporary folder.
+        """A request without a deadline waits `patience_s` for its model. Sockets lie in `sockets`,
+        or in the system's temporary folder.
 
         Raises ConfigError for a model that cannot be found.
         """
@@ -116,7 +119,9 @@ class Engines:
             spec.model_id: command(spec, self.sources[spec.model_id]) for spec in engines
         }
         self._models = {
-            spec.model_id: ResidentModel(spec, memory, clock=clock, on_change=self._changed)
+            spec.model_id: ResidentModel(
+                spec, memory, clock=clock, on_change=self._changed, patience_s=patience_s
+            )
             for spec in engines
         }
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
-from kakeya.backends.terms import DRAFT_TERMS, decode_terms
+from kakeya.backends.terms import DRAFT_TERMS, decode_terms, terms_within
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     ConfigError,
@@ -41,9 +41,10 @@ from kakeya.core.errors import (
 from kakeya.core.figures import Json
 from kakeya.core.units import ordinal
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame, Usage
-from kakeya.generation.request import DecodeRequest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
@@ -59,8 +60,6 @@ CAPABILITY_OF = {
     ModelRole.PROPOSER: DRAFT,
     ModelRole.EMBEDDER: EMBED,
 }
-PATIENCE_S = 120.0
-"""How long a request without a deadline waits for its model."""
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
 """Seconds after the 1st, 2nd, ... failure within half an hour; the last value repeats."""
 _FAILURES_COUNT_S = 1800.0
@@ -82,11 +81,14 @@ class ResidentModel:
         *,
         clock: Clock,
         on_change: Callable[[ResidentModel], None],
+        patience_s: float = WAIT_S,
     ) -> None:
+        """A request without a deadline waits `patience_s` for the model."""
         self._spec = spec
         self._memory = memory
         self._clock = clock
         self._on_change = on_change
+        self._patience_s = patience_s
         self._facts: ModelFacts | None = None
         self._failure: _Failure | None = None
         self._failed_mono: list[float] = []
@@ -213,15 +215,17 @@ class ResidentModel:
         """The number of decodes that wait for the model or for a place."""
         return self._asking + (self.backend.waiting if self.backend else 0)
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
-        """Return the facts of the model; load it if it was never in memory.
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
+        """Return the facts of the model; load it, in its turn, if it was never in memory.
 
         Raises ModelLoading if that takes longer, PeerUnavailable if the model is given up, and the
         arbiter's errors.
         """
         self._refuse_failed()
         if self._facts is None:
-            async with self.lend(timeout_s):
+            async with self.lend(terms_within(timeout_s, priority)):
                 pass
         if self.facts is None:
             raise InvariantBroken("a loaded model has facts", self.model_id)
@@ -242,6 +246,7 @@ class ResidentModel:
             clock=self._clock,
             exchange=self._exchange,
             adapter=adapter,
+            patience_s=self._patience_s,
             on_usage=self.on_usage,
         )
         return attempt.frames()
@@ -252,7 +257,7 @@ class ResidentModel:
     @asynccontextmanager
     async def lend_for(self, request: DecodeRequest) -> AsyncIterator[EngineBackend]:
         """Hold the model's engine for a request; wait for it until the request's deadline."""
-        async with self.lend(terms=decode_terms(request)) as backend:
+        async with self.lend(decode_terms(request)) as backend:
             with self._run():
                 try:
                     yield backend
@@ -375,16 +380,14 @@ class ResidentModel:
     # Holding it
 
     @asynccontextmanager
-    async def lend(
-        self, patience_s: float = PATIENCE_S, terms: Terms = PLAIN
-    ) -> AsyncIterator[EngineBackend]:
+    async def lend(self, terms: Terms = PLAIN) -> AsyncIterator[EngineBackend]:
         """Hold the model's engine, which is started if needed.
 
-        Waits for `patience_s` if the terms have no deadline. Raises as `decode`.
+        Waits for the model's `patience_s` if the terms have no deadline. Raises as `decode`.
         """
         self._refuse_failed()
         if terms.timeout_s == FOREVER:
-            terms = replace(terms, timeout_s=patience_s)
+            terms = replace(terms, timeout_s=self._patience_s)
         try:
             async with AsyncExitStack() as stack:
                 handle = self._at_hand(terms)

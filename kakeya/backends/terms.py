@@ -21,7 +21,10 @@ _PRIORITIES = {
 
 def decode_terms(request: DecodeRequest) -> Terms:
     """Make the terms of a generation: its urgency, and its caller's deadline."""
-    return Terms(
-        priority=_PRIORITIES[request.priority],
-        timeout_s=FOREVER if request.deadline_s is None else request.deadline_s,
-    )
+    deadline_s = request.deadline_s
+    return terms_within(FOREVER if deadline_s is None else deadline_s, request.priority)
+
+
+def terms_within(timeout_s: float, priority: GenerationPriority) -> Terms:
+    """Make the terms of a wait of `timeout_s` at most for a model."""
+    return Terms(priority=_PRIORITIES[priority], timeout_s=timeout_s)

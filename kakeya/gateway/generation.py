@@ -220,7 +220,8 @@ class Generations:
         ready_s = self.limits.ready_s
         if model.state is not ModelState.READY:
             await self._check_ahead(asked, model)
-        facts = await model.ready(ready_s if deadline_s is None else min(ready_s, deadline_s))
+        most_s = ready_s if deadline_s is None else min(ready_s, deadline_s)
+        facts = await model.ready(most_s, asked.params.priority)
         text = await self._texts.get(facts.model_path)
         claim = PrefixClaim(
             model_id=model.model_id, facts=facts, client=client_of(scope), use=asked.params.cache

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kakeya.core.errors import ConfigError
-from kakeya.core.settings import Several, one_of, setting, whole
+from kakeya.core.settings import Several, number, one_of, setting, whole
 from kakeya.generation.spec import ModelSpec, parse_model, parse_proposer
+
+WAIT_S = 120.0
+"""How long a request without a deadline waits for its model, where no setting says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,13 @@ class ModelsConfig:
         whole(1, 256, "generations"),
         64,
         key="models.rows",
+    )
+    wait_s: float = setting(
+        "how long a request without a deadline waits for its model to load; longer than the load "
+        "of the largest model from the slowest disk",
+        number(1, 3600, "seconds"),
+        WAIT_S,
+        key="models.wait_s",
     )
 
     def specs(self) -> tuple[ModelSpec, ...]:

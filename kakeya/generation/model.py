@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
-from kakeya.generation.request import DecodeRequest, DraftSource
+from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority
 
 
 class LoadableModel(Protocol):
@@ -45,8 +45,11 @@ class LoadableModel(Protocol):
         "loading X, 41 %, about 3 s", or its place in line, as "2nd for memory, X"; "" = nothing."""
         ...
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until the model serves. Raises PeerUnavailable with retry_after_s if it will not."""
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
+        """Wait until the model serves, in the line for memory at this priority. Raises
+        PeerUnavailable with retry_after_s if it will not."""
         ...
 
 

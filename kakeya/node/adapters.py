@@ -79,5 +79,5 @@ class NodeAdapters:
             for model in engines.of_role(ModelRole.VERIFIER)
         }
 
-    def _lend(self, base: str, patience_s: float) -> AbstractAsyncContextManager[AdapterEngine]:
-        return self._memory.engines.get(base).lend(patience_s)
+    def _lend(self, base: str) -> AbstractAsyncContextManager[AdapterEngine]:
+        return self._memory.engines.get(base).lend()

@@ -37,6 +37,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound
 from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
+from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.api import PLAIN, MemoryArbiter
@@ -72,11 +73,12 @@ TEND_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """The command line, the sockets and the options of engines."""
+    """The command line, the sockets and the options of engines, and the longest wait for one."""
 
     command: EngineCommand
     options: EngineOptions
     sockets: Path | None
+    wait_s: float = WAIT_S
 
 
 def _with_care(command: EngineCommand, care: PanicCare) -> EngineCommand:
@@ -140,6 +142,7 @@ class NodeMemory:
             options=self._care.options(),
             on_change=on_change,
             sockets=setup.sockets,
+            patience_s=setup.wait_s,
         )
         self.dispatched = DispatchedPressure(mono=clock.mono)
         self.plugins: tuple[PluginReport, ...] = ()

@@ -128,7 +128,7 @@ class RuntimeService(RuntimeServiceServicer):
     ) -> pb.CreateSessionResponse:
         """Open a session on a model of this node."""
         try:
-            session = await self._create(request, context.time_remaining(), client_of(context))
+            session = await self._create(request, context)
             claim = _claim(session, context)
             if not claim.use.is_empty:
                 self._precache.opened(claim)
@@ -203,15 +203,16 @@ class RuntimeService(RuntimeServiceServicer):
         finally:
             self._running -= 1
 
-    async def _create(
-        self, request: pb.CreateSessionRequest, time_left_s: float | None, client: str
-    ) -> Session:
+    async def _create(self, request: pb.CreateSessionRequest, context: Context) -> Session:
+        time_left_s, client = context.time_remaining(), client_of(context)
+        priority = read_priority(context.invocation_metadata() or ())
         if self._draining:
             raise Refused(f"this node takes no new sessions: {self._draining}")
         model = self._models.get(request.model_id, client)
         self._store.check_room()
         wait_s = self._store.limits.model_wait_s
-        facts = await model.ready(wait_s if time_left_s is None else min(wait_s, time_left_s))
+        most_s = wait_s if time_left_s is None else min(wait_s, time_left_s)
+        facts = await model.ready(most_s, priority)
         session = self._store.create(
             model,
             facts,

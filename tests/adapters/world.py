@@ -169,7 +169,7 @@ async def world(
     engine = ToyEngine(slots)
 
     @asynccontextmanager
-    async def lend(_base: str, _patience_s: float) -> AsyncIterator[ToyEngine]:
+    async def lend(_base: str) -> AsyncIterator[ToyEngine]:
         await asyncio.sleep(engine.comes())
         if engine.is_there is not None:
             await engine.is_there.wait()

@@ -15,7 +15,7 @@ from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import KvOffer
-from kakeya.generation.request import DecodeRequest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 
 Decode = Callable[[DecodeRequest, KvOffer], AsyncGenerator[Frame, None]]
 
@@ -64,7 +64,9 @@ class FakeModel:
     def waits_for(self) -> str:
         return ""
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
         assert self.facts is not None
         return self.facts
 

@@ -381,7 +381,7 @@ async def test_a_model_without_room_answers_503_and_when_to_come_again_if_that_h
     folder, error, retry_after
 ):
     class Refused(ToyModel):
-        async def ready(self, timeout_s):
+        async def ready(self, timeout_s, priority):
             raise error
 
     async with serving(Refused(folder)) as served:

@@ -39,7 +39,7 @@ from kakeya.generation.frames import (
     Usage,
 )
 from kakeya.generation.model import AdaptedId
-from kakeya.generation.request import DecodeRequest, DraftSource
+from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority
 from kakeya.prefix.seam import NoPrecache, Precache
 
 TEMPLATE = (
@@ -130,7 +130,9 @@ class ToyModel:
             eos_token_ids=(2,),
         )
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
         if self.state is ModelState.FAILED:
             raise PeerUnavailable(f"{self.model_id}: {self.last_error}", retry_after_s=7)
         try:
@@ -237,7 +239,9 @@ class ToyEmbedder:
     def waits_for(self) -> str:
         return ""
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
         return self.facts
 
     async def embed(

@@ -17,7 +17,7 @@ from kakeya.core.units import pack_ids
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
 from kakeya.generation.model import AdaptedId, ServedModel
-from kakeya.generation.request import DecodeRequest, DraftSource, Sampling
+from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority, Sampling
 
 VOCAB = 97
 EOS = 0
@@ -82,7 +82,9 @@ class HashServedModel:
     def waits_for(self) -> str:
         return ""
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
         if self.state is not ModelState.READY:
             raise PeerUnavailable(f"model {self.model_id} is {self.state}", retry_after_s=1.0)
         return ModelFacts(

@@ -30,7 +30,7 @@ from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import PageRef
 from kakeya.generation.model import ServedModel
-from kakeya.generation.request import DecodeRequest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 
 __all__ = ["EngineBackend", "EngineOptions"]
 _log = logging.getLogger(__name__)
@@ -88,8 +88,13 @@ class EngineBackend(EngineLife):
         """The number of decodes that wait for a place."""
         return self.gate.waiting
 
-    async def ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until the model serves. Raises PeerUnavailable (with retry_after_s) if it fails."""
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
+        """Wait until the model serves: an engine that starts does so for all its requests at once.
+
+        Raises PeerUnavailable (with retry_after_s) if it fails.
+        """
         await self.serving(timeout_s)
         if self.facts is None:
             raise InvariantBroken("a model that serves has facts", self.model_id)

@@ -25,6 +25,7 @@ from kakeya.core.units import MIB, format_bytes
 from kakeya.gateway.http.body import Parsed, UnknownParameters, parse_body
 from kakeya.gateway.http.edge import BodyTimeout, BodyTooLarge, UnsupportedEncoding
 from kakeya.gateway.http.receipt import note_ignored
+from kakeya.generation.config import WAIT_S
 
 _STREAM_HEADERS = [(b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 _PACKED = ("gzip", "zstd")
@@ -37,7 +38,7 @@ class HttpLimits:
     body_bytes: int = 4 * MIB
     body_s: float = 30.0
     """From the head to the last byte of the body."""
-    ready_s: float = 120.0
+    ready_s: float = WAIT_S
     """How long a request waits for a model that loads or restarts."""
     keepalive_s: float = 5.0
     """A stream that is silent for so long gets a keepalive, so that no proxy or client ends it."""
