@@ -32,6 +32,8 @@ from kakeya.core.host import (
 )
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
+from kakeya.dispatch.job_store import FILE, JobStore
+from kakeya.dispatch.jobs import JobQueue
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.gossip.round import Round
@@ -187,6 +189,9 @@ class Agent:
             file=self._folder / LIVE,
         )
         await self._ladders.restore()
+        secret = random.SystemRandom()  # its id is a key to a job, for callers without a name
+        jobs = JobQueue(JobStore(self._folder / FILE), clock=self._clock, rng=secret)
+        self._jobs = await stack.enter_async_context(jobs)
         self._services = Services(
             self._plane,
             self._models,
@@ -204,6 +209,7 @@ class Agent:
         self._tasks = await stack.enter_async_context(Supervisor(self._clock))
         self._http = await stack.enter_async_context(self._serve_http())
         await self._memory.start(self._tasks, self.node_id)
+        self._jobs.start(self._tasks)
         self._plane.start(self._tasks)
         self._services.start(self._tasks, self._changed.set)
         self._https.start(self._tasks)
@@ -293,6 +299,7 @@ class Agent:
             pages=self._pages,
             precache=self._precache,
             services=self._services,
+            jobs=self._jobs,
             listeners=self._listeners,
             health=self._health,
             keeper=self._keeper,

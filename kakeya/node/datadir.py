@@ -4,6 +4,7 @@
     node.json      node id, incarnation, last stamp, peers (`state.py`)
     node.run.json  pid and addresses of the running node, for the command line
     node.live.json what PUT /api/v1/config set (`dispatch/registry.py`)
+    jobs.db        jobs and their results (`dispatch/job_store.py`)
     findings/      checks and measured speeds of models, a file for each (`mlx/findings.py`)
 
 Files are replaced whole (write aside, fsync, rename). A damaged state file is set aside as

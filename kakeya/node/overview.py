@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import TaskHealth
+from kakeya.dispatch.jobs import JobQueue
 from kakeya.node import figures
 from kakeya.node.fleet import NodeFleet
 from kakeya.node.memory import NodeMemory
@@ -34,6 +35,7 @@ class Overview:
     pages: NodePages
     precache: NodePrecache
     services: Services
+    jobs: JobQueue
     listeners: Listeners
     health: NodeHealth
     keeper: StateWriter[NodeState]
@@ -42,7 +44,8 @@ class Overview:
 
     def status(self) -> Json:
         """Describe the node, and the fleet in its view."""
-        return {**describe(self._view()), "clients": self.services.clients.status()}
+        told = {"clients": self.services.clients.status(), "jobs": self.jobs.status()}
+        return describe(self._view()) | told
 
     def warnings(self) -> list[str]:
         """List warnings about the node itself, a sentence each."""
@@ -83,6 +86,7 @@ class Overview:
         yield from self.pages.figures()
         yield from self.services.peers.figures()
         yield from self.precache.figures()
+        yield from self.jobs.figures()
         yield from figures.session_figures(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())
         tasks += (*self.pages.health(), *self.precache.health())

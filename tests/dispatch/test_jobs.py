@@ -1,0 +1,274 @@
+"""Jobs in their queue: their course, their owners, and what outlives the node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import MemoryRefused, PeerUnavailable, QueueFull
+from kakeya.core.tasks import Supervisor
+from kakeya.dispatch.job import PATIENCE_S, Job, JobState
+from kakeya.dispatch.job_store import FILE, JobStore
+from kakeya.dispatch.jobs import JobKind, JobNotFound, JobQueue, Tell
+from tests.fakes import FakeClock
+from tests.waiting import until
+
+
+class Work:
+    """A kind of work that waits at a gate and then answers with its request."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.begun: list[str] = []
+        self.cancelled: list[str] = []
+        self.faults: list[BaseException] = []
+
+    async def run(self, job: Job, tell: Tell) -> object:
+        self.begun.append(job.job_id)
+        tell(0.5, "half of it")
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(job.job_id)
+            raise
+        if self.faults:
+            raise self.faults.pop(0)
+        return {"was": json.loads(job.request)}
+
+
+@asynccontextmanager
+async def started(
+    work: Work, folder: Path | None = None, clock: Clock | None = None, concurrency: int = 2
+) -> AsyncIterator[JobQueue]:
+    clock = clock or FakeClock()
+    store = None if folder is None else JobStore(folder / FILE)
+    jobs = JobQueue(store, clock=clock, rng=random.Random(1))
+    jobs.add_kind(JobKind(name="image", run=work.run, concurrency=concurrency))
+    async with jobs, Supervisor(clock) as tasks:
+        jobs.start(tasks)
+        yield jobs
+
+
+async def test_a_job_goes_its_way_from_queued_to_done() -> None:
+    work = Work()
+    async with started(work) as jobs:
+        job = jobs.submit("image", {"prompt": "a fox"}, owner="ann")
+        assert (job.state, job.job_id[:4]) == (JobState.QUEUED, "job_")
+        await until(lambda: jobs.find(job.job_id, "ann").share == 0.5)
+        running = jobs.find(job.job_id, "ann")
+        assert (running.state, running.phrase) == (JobState.RUNNING, "half of it")
+        work.gate.set()
+        done = await jobs.ended(job.job_id, "ann", 60.0)
+        assert (done.state, done.share) == (JobState.DONE, 1.0)
+        assert json.loads(done.result or b"") == {"was": {"prompt": "a fox"}}
+        assert jobs.status()["done"] == 1
+
+
+async def test_a_wait_ends_without_the_job() -> None:
+    work = Work()
+    async with started(work) as jobs:
+        job = jobs.submit("image", {}, owner="ann")
+        assert not (await jobs.ended(job.job_id, "ann", 5.0)).state.is_end
+
+
+async def test_a_job_is_seen_by_its_owner_alone() -> None:
+    async with started(Work()) as jobs:
+        job = jobs.submit("image", {}, owner="ann")
+        for look in (jobs.find, jobs.cancel, jobs.forget):
+            with pytest.raises(JobNotFound):
+                look(job.job_id, "bob")
+        assert jobs.list_jobs("bob") == []
+        assert [one.job_id for one in jobs.list_jobs("ann")] == [job.job_id]
+        assert [one.job_id for one in jobs.list_jobs(None)] == [job.job_id]
+        assert jobs.find(job.job_id, None).owner == "ann"
+
+
+async def test_a_cancelled_job_stays_cancelled_and_frees_its_place() -> None:
+    work = Work()
+    async with started(work, concurrency=1) as jobs:
+        first, second = (jobs.submit("image", {}, owner="ann") for _ in range(2))
+        await until(lambda: work.begun == [first.job_id])
+        assert jobs.cancel(second.job_id, "ann").state is JobState.CANCELLED
+        assert jobs.cancel(first.job_id, "ann").state is JobState.CANCELLED
+        third = jobs.submit("image", {}, owner="ann")
+        await until(lambda: work.begun == [first.job_id, third.job_id])
+        assert work.cancelled == [first.job_id]
+        work.gate.set()
+        assert (await jobs.ended(third.job_id, "ann", 60.0)).state is JobState.DONE
+        assert jobs.cancel(third.job_id, "ann").state is JobState.DONE
+        jobs.forget(third.job_id, "ann")
+        with pytest.raises(JobNotFound):
+            jobs.find(third.job_id, None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "message"),
+    [
+        (ValueError("no such\nstyle"), "internal", "the work failed: ValueError: no such style"),
+        (MemoryRefused("it never fits"), "memory_refused", "it never fits"),
+        (asyncio.CancelledError(), "internal", "the work failed: CancelledError"),
+    ],
+)
+async def test_a_fault_ends_its_job_and_no_other(
+    fault: BaseException, code: str, message: str
+) -> None:
+    work = Work()
+    work.faults = [fault]
+    work.gate.set()
+    async with started(work) as jobs:
+        job = jobs.submit("image", {}, owner="ann")
+        failed = await jobs.ended(job.job_id, "ann", 60.0)
+        assert failed.state is JobState.FAILED
+        assert failed.error is not None
+        assert (failed.error.code, failed.error.message) == (code, message)
+        other = jobs.submit("image", {}, owner="ann")
+        assert (await jobs.ended(other.job_id, "ann", 60.0)).state is JobState.DONE
+
+
+async def test_a_refused_job_waits_and_tries_again_but_not_for_ever() -> None:
+    work, clock = Work(), FakeClock()
+    work.gate.set()
+    work.faults = [MemoryRefused("a big model is in use", retry_after_s=7.0)]
+    async with started(work, clock=clock) as jobs:
+        began_mono = clock.mono()
+        job = jobs.submit("image", {}, owner="ann")
+        assert (await jobs.ended(job.job_id, "ann", 60.0)).state is JobState.DONE
+        assert clock.mono() - began_mono >= 7.0
+        work.faults = [PeerUnavailable("the engine ended") for _ in range(1000)]
+        began_mono = clock.mono()
+        other = jobs.submit("image", {}, owner="ann")
+        failed = await jobs.ended(other.job_id, "ann", 2 * PATIENCE_S)
+        assert failed.state is JobState.FAILED
+        assert clock.mono() - began_mono >= PATIENCE_S
+
+
+async def test_places_go_to_the_owner_with_the_fewest_running_jobs() -> None:
+    work = Work()
+    async with started(work, concurrency=2) as jobs:
+        first, second, third = (jobs.submit("image", {}, owner="ann") for _ in range(3))
+        other = jobs.submit("image", {}, owner="bob")
+        await until(lambda: len(work.begun) == 2)
+        assert work.begun == [first.job_id, other.job_id]
+        jobs.cancel(first.job_id, None)
+        await until(lambda: work.begun[2:] == [second.job_id])
+        jobs.cancel(third.job_id, None)
+
+
+def a_home(folder: Path) -> Path:
+    (folder / "home").mkdir()
+    return folder / "home"
+
+
+def as_a_kill_leaves_it(folder: Path, copy: Path) -> Path:
+    copy.mkdir()
+    for part in folder.glob(f"{FILE}*"):
+        shutil.copy(part, copy)
+    return copy
+
+
+async def test_a_job_that_ran_at_a_kill_runs_again_unless_that_may_not_be(tmp_path: Path) -> None:
+    home = await asyncio.to_thread(a_home, tmp_path)
+    work = Work()
+    async with started(work, home, concurrency=1) as jobs:
+        again = jobs.submit("image", {"n": 1}, owner="ann")
+        await until(lambda: work.begun == [again.job_id])
+        waits = jobs.submit("image", {"n": 2}, owner="ann")
+        assert await jobs.kept()
+        left = await asyncio.to_thread(as_a_kill_leaves_it, home, tmp_path / "left")
+    work.gate.set()
+    async with started(work, left) as jobs:
+        for job, n in ((again, 1), (waits, 2)):
+            done = await jobs.ended(job.job_id, "ann", 60.0)
+            assert done.state is JobState.DONE
+            assert json.loads(done.result or b"") == {"was": {"n": n}}
+        assert jobs.find(again.job_id, "ann").crashes == 1
+    # What has ended is there at the next start, with its result.
+    async with started(work, left) as jobs:
+        assert jobs.find(again.job_id, "ann").result == b'{"was": {"n": 1}}'
+        assert (await jobs.ended(again.job_id, "ann", 60.0)).state is JobState.DONE
+
+
+async def test_work_that_may_not_be_repeated_fails_at_a_kill(tmp_path: Path) -> None:
+    home = await asyncio.to_thread(a_home, tmp_path)
+    work = Work()
+    async with started(work, home) as jobs:
+        job = jobs.submit("image", {}, owner="ann", may_repeat=False)
+        # It is written that it runs before it does.
+        await until(lambda: work.begun == [job.job_id])
+        left = await asyncio.to_thread(as_a_kill_leaves_it, home, tmp_path / "left")
+    async with started(work, left) as jobs:
+        failed = jobs.find(job.job_id, "ann")
+        assert failed.state is JobState.FAILED
+        assert failed.error is not None
+        assert "may not be done twice" in failed.error.message
+    assert len(work.begun) == 1
+
+
+async def test_a_job_that_kills_the_node_each_time_is_given_up(tmp_path: Path) -> None:
+    home = await asyncio.to_thread(a_home, tmp_path)
+    work = Work()
+    for crash in range(3):
+        async with started(work, home) as jobs:
+            if not crash:
+                jobs.submit("image", {}, owner="ann")
+            await until(lambda: len(work.begun) == crash + 1)  # noqa: B023
+            await jobs.kept()
+            home = await asyncio.to_thread(as_a_kill_leaves_it, home, tmp_path / str(crash + 1))
+    async with started(work, home) as jobs:
+        (job,) = jobs.list_jobs(None)
+        assert job.error is not None
+        assert "3 times" in job.error.message
+
+
+async def test_a_node_that_stops_in_order_takes_running_jobs_up_again(tmp_path: Path) -> None:
+    work = Work()
+    async with started(work, tmp_path) as jobs:
+        job = jobs.submit("image", {}, owner="ann")
+        await until(lambda: work.begun == [job.job_id])
+        waiting = asyncio.ensure_future(jobs.ended(job.job_id, "ann", 1e9))
+        await asyncio.sleep(0)
+    assert (await waiting).state is JobState.QUEUED
+    work.gate.set()
+    async with started(work, tmp_path) as jobs:
+        done = await jobs.ended(job.job_id, "ann", 60.0)
+        assert (done.state, done.crashes) == (JobState.DONE, 0)
+
+
+async def test_kept_jobs_of_a_kind_that_is_gone_fail(tmp_path: Path) -> None:
+    work = Work()
+    async with started(work, tmp_path) as jobs:
+        job = jobs.submit("image", {}, owner="ann")
+    clock = FakeClock()
+    bare = JobQueue(JobStore(tmp_path / FILE), clock=clock, rng=random.Random(1))
+    async with bare, Supervisor(clock) as tasks:
+        bare.start(tasks)
+        failed = bare.find(job.job_id, "ann")
+        assert failed.error is not None
+        assert failed.error.message == "this node does no image work"
+
+
+async def test_jobs_go_on_where_nothing_can_be_written(tmp_path: Path) -> None:
+    work = Work()
+    work.gate.set()
+    async with started(work, tmp_path / "missing") as jobs:
+        job = jobs.submit("image", {}, owner="ann")
+        assert not await jobs.kept()
+        assert (await jobs.ended(job.job_id, "ann", 60.0)).state is JobState.DONE
+        assert "cannot be used" in str(jobs.status()["problem"])
+
+
+async def test_an_owner_cannot_fill_the_queue() -> None:
+    async with started(Work()) as jobs:
+        for _ in range(256):
+            jobs.submit("image", {}, owner="ann")
+        with pytest.raises(QueueFull, match="256 of them"):
+            jobs.submit("image", {}, owner="ann")
+        jobs.submit("image", {}, owner="bob")
