@@ -24,6 +24,7 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kakeya.adapters.manager import AdapterWish
@@ -50,6 +51,7 @@ from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
 from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
+from kakeya.memory.arbiter.runner import Timings
 from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.prefix.request.exchange import PrefixExchange
 
@@ -63,6 +65,8 @@ CAPABILITY_OF = {
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
 """Seconds after the 1st, 2nd, ... failure within half an hour; the last value repeats."""
 _FAILURES_COUNT_S = 1800.0
+_PROMPTS_KEPT_S = 3600.0
+"""For so long the seconds from the begin of a generation to its first token count in estimates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class ResidentModel:
         self._failed_mono: list[float] = []
         self._earlier_restarts = 0
         self._asking = 0
+        self._prompts = Timings(_PROMPTS_KEPT_S)
         self._is_expected = True
         self._is_settled = False
         self._rests = False
@@ -247,9 +252,15 @@ class ResidentModel:
             exchange=self._exchange,
             adapter=adapter,
             patience_s=self._patience_s,
-            on_usage=self.on_usage,
+            on_usage=partial(self.used, request.priority),
         )
         return attempt.frames()
+
+    def used(self, priority: GenerationPriority, usage: Usage) -> None:
+        """Note what a whole generation took."""
+        if priority is not GenerationPriority.SPECULATIVE:  # such prompts rest in between
+            self._prompts.add(usage.prefill_s, self._clock.mono())
+        self.on_usage(usage)
 
     def _exchange(self, request: DecodeRequest) -> PrefixExchange | None:
         return None if self.prefixes is None else self.prefixes.exchange(self, request)
@@ -257,7 +268,10 @@ class ResidentModel:
     @asynccontextmanager
     async def lend_for(self, request: DecodeRequest) -> AsyncIterator[EngineBackend]:
         """Hold the model's engine for a request; wait for it until the request's deadline."""
-        async with self.lend(decode_terms(request)) as backend:
+        terms = decode_terms(request)
+        if request.deadline_s is not None:
+            terms = replace(terms, run_s=self._prompts.longest_s(self._clock.mono()) or 0.0)
+        async with self.lend(terms) as backend:
             with self._run():
                 try:
                     yield backend

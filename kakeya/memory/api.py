@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -137,7 +138,7 @@ class MemoryArbiter:
         Raises the errors of `request`, but for those of a run.
         """
         key = self._key(capability, model_key)
-        self._check_time(key, terms, 0.0)
+        self._check_time(key, terms, terms.run_s)
         handle = await self._handle(key, terms, self._clock.mono() + terms.timeout_s)
         try:
             yield handle
@@ -384,6 +385,7 @@ class MemoryArbiter:
             deadline_mono=deadline_mono,
             may_displace_text=terms.may_displace_text,
             load_s=self._live.load_s(key) or self._guessed_s(key),
+            run_s=terms.run_s,
         )
 
     def _guessed_s(self, key: ResidentKey) -> float:
@@ -391,18 +393,21 @@ class MemoryArbiter:
         return _FIRST_LOAD_S + size / _FIRST_LOAD_BYTES_PER_S
 
     def _check_time(self, key: ResidentKey, terms: Terms, run_s: float) -> None:
+        """Refuse a request whose time is too short by what was measured; its model is loaded for
+        the next try."""
         load_s = self._live.left_s(key)
-        needed_s = run_s + load_s
-        if terms.timeout_s < load_s:
+        if terms.timeout_s >= load_s + run_s:
+            return
+        if load_s:
             now = self._clock.mono()
-            ask = self._ask(key, terms, now + terms.timeout_s)
+            ask = self._ask(key, replace(terms, run_s=run_s), now + terms.timeout_s)
             error, outcome = self._arbiter.decline(ask, now)
             self._keeper.take(outcome)
             raise error
-        if terms.timeout_s < needed_s:
+        if not terms.run_s:  # a caller that runs a loaded model by itself judges its time better
             raise errors.DeadlineExceeded(
-                f"too long: {key} is estimated to take {needed_s:.3g} s to load and run, and the "
-                f"deadline is {terms.timeout_s:.3g} s; allow more time, or keep it warm"
+                f"too long: {key} is estimated to take {run_s:.3g} s to run, and the deadline is "
+                f"{terms.timeout_s:.3g} s; allow more time"
             )
 
     async def _serve(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
+
 from kakeya.backends.resident import TEXT, ResidentModel
-from kakeya.generation.request import GenerationPriority
+from kakeya.core.errors import ModelLoading
+from kakeya.generation.frames import Usage
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelSpec, parse_model
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.resident import TEXT_TARGET
@@ -35,3 +39,28 @@ async def test_a_first_load_waits_at_the_urgency_of_its_request() -> None:
         for one in waits:
             one.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def test_a_deadline_counts_the_load_and_the_slowest_prompts_of_late() -> None:
+    clock = ManualClock()
+    toy = Toy()
+    async with MemoryArbiter(budget=150, clock=clock) as memory:
+        memory.register(capability(TEXT, TEXT_TARGET, toy))
+        model = ResidentModel(FIRST, memory, clock=clock, on_change=lambda _: None)
+        toy.load_gate.clear()
+        load = asyncio.create_task(model.ready(99.0))
+        await until(lambda: toy.loads)
+        clock.advance(20)
+        toy.load_gate.set()
+        await asyncio.gather(load, return_exceptions=True)
+        memory.unload(TEXT, "first")
+        await until(lambda: not memory.status().residents)
+
+        request = DecodeRequest(token_ids=[1], max_tokens=1, deadline_s=21.0)
+        for seconds, priority in ((4.0, request.priority), (30.0, GenerationPriority.SPECULATIVE)):
+            model.used(priority, Usage(prefill_s=seconds))
+        with pytest.raises(ModelLoading, match=r"20 s to load and 4 s to answer.*is 21 s") as late:
+            async with model.lend_for(request):
+                pass
+        assert late.value.retry_after_s == 20
+        await until(lambda: toy.loads == ["first", "first"])

@@ -8,7 +8,7 @@ import sys
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 import pytest
@@ -330,6 +330,38 @@ async def test_a_deadline_that_cannot_be_met_is_told_at_once_with_the_estimate(
     await until(lambda: shelf.resident() == {"see:m"} or shelf.see.loads == ["m", "m"])
     shelf.clock.advance(601)
     await shelf.arbiter.request("see", "m", 1, Terms(timeout_s=30))
+
+
+@pytest.mark.parametrize(
+    ("load_s", "run_s", "share"), [(40.0, 3.0, 0.1), (40.0, 3.0, 0.98), (0.5, 9.0, 0.9)]
+)
+async def test_a_time_too_short_for_load_and_run_is_told_at_once_and_the_next_try_is_served(
+    load_s: float, run_s: float, share: float
+) -> None:
+    """S3.4: a holder that runs the model by itself says what it needs after the load."""
+    clock = FakeClock()
+
+    class Slow(Toy):
+        async def load(self, model_key: str) -> Loaded:
+            await clock.sleep(load_s)
+            return await super().load(model_key)
+
+    toy = Slow()
+    terms = Terms(timeout_s=(load_s + run_s) * share, run_s=run_s)
+    async with MemoryArbiter(budget=1000, clock=clock, grace_s=0) as arbiter:
+        arbiter.register(capability("text", TEXT_TARGET, toy))
+        async with arbiter.acquire("text", "m", Terms()):
+            pass
+        arbiter.unload("text", "m")
+        await until(lambda: not arbiter.status().residents)
+        began = clock.mono()
+        with pytest.raises(errors.ModelLoading, match=r"to load and .* to answer") as refused:
+            async with arbiter.acquire("text", "m", terms):
+                pass
+        assert clock.mono() == began
+        await clock.sleep(refused.value.retry_after_s or 0.0)
+        async with arbiter.acquire("text", "m", replace(terms, timeout_s=run_s)):
+            assert clock.mono() <= began + max(1.0, load_s) + 0.001
 
 
 async def test_a_load_that_is_nearly_over_is_not_counted_from_its_beginning(shelf: Shelf) -> None:

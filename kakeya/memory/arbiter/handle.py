@@ -22,13 +22,15 @@ class Terms:
     """Terms of a caller for its lease.
 
     `timeout_s` covers waiting, loading and running. `warmth` overrides the capability's for the
-    model from now on. `may_displace_text` lets the load take the room of idle text models.
+    model from now on. `may_displace_text` lets the load take the room of idle text models. `run_s`
+    is what a caller that runs the model by itself needs after a load, as measured; 0 = not known.
     """
 
     priority: RequestPriority = RequestPriority.NORMAL
     timeout_s: float = FOREVER
     warmth: Warmth | None = None
     may_displace_text: bool = False
+    run_s: float = 0.0
 
 
 PLAIN = Terms()

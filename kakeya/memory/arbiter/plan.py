@@ -50,6 +50,8 @@ class Ask:
     may_displace_text: bool = False
     load_s: float = 0.0
     """The estimate of its load; 0 = not known."""
+    run_s: float = 0.0
+    """What it needs after the load, as measured; 0 = not known."""
 
     def __post_init__(self) -> None:
         if self.estimate_bytes < 0:

@@ -235,9 +235,12 @@ def late(ticket: LoadTicket, view: QueueView) -> errors.DeadlineExceeded:
     else:
         wait_s = ask.load_s + max(0.0, ticket.place_mono + view.rules.age_s - now)
     wait_s = max(0.0, wait_s)
+    needs = f"{wait_s:.3g} s to load"
+    if ask.run_s:
+        needs += f" and {ask.run_s:.3g} s to answer"
     return errors.ModelLoading(
-        f"too long: {ask.key} is estimated to take {wait_s:.3g} s to load, and the deadline is "
-        f"{left_s:.3g} s; ask again then, since it is loaded meanwhile, or keep it warm",
+        f"too long: {ask.key} is estimated to take {needs}, and the deadline is {left_s:.3g} s; "
+        "ask again when it is loaded, which goes on meanwhile, or keep it warm",
         retry_after_s=max(1.0, wait_s),
     )
 

@@ -52,9 +52,11 @@ class Reclaimer:
     def due(self) -> list[float]:
         """The monotonic times at which evictions are due by time alone."""
         due = [
-            one.overdue_mono
+            overdue_mono
             for one in self._ledger.residents
-            if one.is_idle and one.overdue_mono is not None
+            # First what is cheap and mostly decides: a release at rest comes by here.
+            if one.warmth.unload_after_s is not None and one.is_idle
+            if (overdue_mono := one.overdue_mono) is not None
         ]
         if self.level is not PressureLevel.NOMINAL:
             due.append(self._relieved_mono + self._rules.cooldown_s)

@@ -36,7 +36,7 @@ class Timings:
         self._taken.append((now, seconds))
 
     def longest_s(self, now: float) -> float | None:
-        """The longest of the last 64 that are not forgotten; None = none."""
+        """The longest of the last 64 that are not forgotten, which is their p99; None = none."""
         return max((s for at, s in self._taken if now - at <= self._keep_s), default=None)
 
 
