@@ -9,26 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Literal, assert_never
+from typing import assert_never
 
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, TokenLogprob, Tokens, Usage
 from kakeya.text.detokenizer import Detokenizer
 from kakeya.text.stops import StopMatcher
-from kakeya.text.tools.answer import AnswerPart, AnswerReader, Said, Thought
+from kakeya.text.tools.answer import (
+    AnswerPart,
+    AnswerReader,
+    FinishReason,
+    Part,
+    Said,
+    Thought,
+    ToolCall,
+)
 from kakeya.text.tools.calls import Called
-
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool in an answer. `index` counts the answer's calls from 0; `arguments` is JSON
-    text."""
-
-    index: int
-    name: str
-    arguments: str
-    call_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +48,15 @@ class SaidTokens(Said):
     logprobs: tuple[ShownLogprob, ...]
 
 
-Part = Said | Thought | ToolCall
+class Answer:
+    """The parts of one answer so far. `finish_reason` is set at their end.
 
-
-class GeneratedAnswer:
-    """The parts of one generation so far. `finish_reason` is set at their end.
-
-    `usage` is the engine's account; None when a stop string ended the answer before it.
-    `cached_tokens` are tokens of the prompt with KV from earlier requests. `row` counts the answers
-    of one request from 0.
+    `usage` is the engine's account; None when a stop string ended the answer before it, and where
+    no engine of this node answers. `cached_tokens` are tokens of the prompt with KV from earlier
+    requests. `row` counts the answers of one request from 0.
     """
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        *,
-        stops: StopMatcher | None = None,
-        stop_token_ids: frozenset[int] = frozenset(),
-        reader: AnswerReader | None = None,
-        draw_call_id: Callable[[], str] = str,
-        has_one_call: bool = False,
-        bytes_of: Callable[[int], bytes] | None = None,
-        row: int = 0,
-    ) -> None:
-        """`reader` finds thoughts and calls; None = the text has none. With `has_one_call` the
-        first call ends the answer. `bytes_of` a token are shown with its logprob."""
-        self._detokenizer = detokenizer
-        self._stops = stops
-        self._stop_token_ids = stop_token_ids
-        self._reader = reader
-        self._draw_call_id = draw_call_id
-        self._has_one_call = has_one_call
-        self._bytes_of = bytes_of
+    def __init__(self, row: int = 0) -> None:
         self.row = row
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
@@ -92,19 +64,16 @@ class GeneratedAnswer:
         self.usage: Usage | None = None
         self.calls: list[ToolCall] = []
         self._parts: list[Part] = []
-        self._logprobs: list[ShownLogprob] = []
-        self._unsettled: list[ShownLogprob] = []  # of text that is in no part yet
-        self._is_told = False  # whether tokens come with their logprobs
 
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of thoughts, among those of the completion."""
-        return 0 if self._reader is None else self._reader.thought_tokens
+        return 0
 
     @property
     def stop_string(self) -> str:
         """The stop string that ended the answer; "" = none did."""
-        return "" if self._stops is None else self._stops.matched
+        return ""
 
     @property
     def text(self) -> str:
@@ -131,6 +100,50 @@ class GeneratedAnswer:
             else:
                 whole.append(Thought(text) if kind is Thought else Said(text))
         return whole
+
+    def take_logprobs(self) -> list[ShownLogprob]:
+        """The tokens since the last time, with their logprobs if these were asked for."""
+        return []
+
+
+class GeneratedAnswer(Answer):
+    """The answer of one generation of an engine, of whose frames it is made."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        stops: StopMatcher | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+        reader: AnswerReader | None = None,
+        draw_call_id: Callable[[], str] = str,
+        has_one_call: bool = False,
+        bytes_of: Callable[[int], bytes] | None = None,
+        row: int = 0,
+    ) -> None:
+        """`reader` finds thoughts and calls; None = the text has none. With `has_one_call` the
+        first call ends the answer. `bytes_of` a token are shown with its logprob."""
+        super().__init__(row)
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._stop_token_ids = stop_token_ids
+        self._reader = reader
+        self._draw_call_id = draw_call_id
+        self._has_one_call = has_one_call
+        self._bytes_of = bytes_of
+        self._logprobs: list[ShownLogprob] = []
+        self._unsettled: list[ShownLogprob] = []  # of text that is in no part yet
+        self._is_told = False  # whether tokens come with their logprobs
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of thoughts, among those of the completion."""
+        return 0 if self._reader is None else self._reader.thought_tokens
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the answer; "" = none did."""
+        return "" if self._stops is None else self._stops.matched
 
     def take(self, frame: Frame) -> Sequence[Part]:
         """Take the next frame; returns the parts that it adds, none of them empty."""

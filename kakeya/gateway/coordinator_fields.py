@@ -20,12 +20,12 @@ from hashlib import sha256
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Scope
 
+from kakeya.backends.request import Request
 from kakeya.dispatch.clients import MOST_COOLDOWN_S
 from kakeya.dispatch.tasks import TaskSpec
 from kakeya.gateway.http.fields import number_field, table, text_field
 from kakeya.gateway.http.receipt import note_ignored
 from kakeya.gateway.openai.share_params import name_of, priority_field
-from kakeya.gateway.request import Request
 from kakeya.generation.caller import PRIORITY, priority_of
 from kakeya.generation.request import GenerationPriority
 from kakeya.wire.security import CLIENT_NAME

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kakeya.backends.request import ModelNotFound
 from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.connection import HttpLimits
-from kakeya.gateway.request import ModelNotFound
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.model import EmbeddingModel, ModelDirectory

@@ -23,6 +23,12 @@ from hashlib import sha256
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from kakeya.backends.request import (
+    ChatRequest,
+    CompletionRequest,
+    ModelNotFound,
+    Request,
+)
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.ids import draw_id
@@ -30,7 +36,7 @@ from kakeya.core.settings import nearest
 from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.tasks import TaskChoice
-from kakeya.gateway.answer import GeneratedAnswer, Part
+from kakeya.gateway.answer import Answer, GeneratedAnswer
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm
 from kakeya.gateway.http.receipt import moved_of, note_moved, task_of
@@ -49,12 +55,6 @@ from kakeya.gateway.prompts import (
 )
 from kakeya.gateway.recent import RecentRequests, RequestRecord
 from kakeya.gateway.reply import AnswerHead, Reply
-from kakeya.gateway.request import (
-    ChatRequest,
-    CompletionRequest,
-    ModelNotFound,
-    Request,
-)
 from kakeya.gateway.session_hint import cache_use
 from kakeya.generation.cuts import marked
 from kakeya.generation.facts import ModelFacts, ModelState
@@ -70,6 +70,7 @@ from kakeya.text.changing_lines import move_changing_lines
 from kakeya.text.prefix import encode_ahead
 from kakeya.text.prompt import check_prompt, most_prompt_tokens
 from kakeya.text.text import TextModel, Texts
+from kakeya.text.tools.answer import Part
 from kakeya.wire.security import CLIENT_NAME
 
 
@@ -348,7 +349,7 @@ class Generations:
             row=row,
         )
 
-    async def run(self, job: HttpGeneration) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
+    async def run(self, job: HttpGeneration) -> AsyncGenerator[tuple[Answer, Part], None]:
         """Decode; yields each part of the answer as it settles. The caller closes this iterator."""
         model_id, answer = job.counted_as, job.answer
         self._metrics.generation_began(model_id, len(job.request.token_ids))
@@ -385,9 +386,9 @@ class Generations:
 
     async def run_all(
         self, jobs: Sequence[HttpGeneration]
-    ) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
+    ) -> AsyncGenerator[tuple[Answer, Part], None]:
         """Decode several answers at once; yields as `run`. The first failure ends all."""
-        found: asyncio.Queue[tuple[GeneratedAnswer, Part] | Exception | None] = asyncio.Queue()
+        found: asyncio.Queue[tuple[Answer, Part] | Exception | None] = asyncio.Queue()
 
         async def feed(job: HttpGeneration) -> None:
             end: Exception | None = None

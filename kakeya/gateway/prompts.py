@@ -6,16 +6,16 @@ import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.answer import GeneratedAnswer
-from kakeya.gateway.openai.messages import call_of
-from kakeya.gateway.request import (
+from kakeya.backends.request import (
     ChatRequest,
     CompletionRequest,
     GenerationParams,
     Request,
     SamplingWish,
 )
+from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.gateway.answer import Answer
+from kakeya.gateway.openai.messages import call_of
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.model import ServedModel
 from kakeya.generation.request import Sampling
@@ -74,7 +74,7 @@ async def write_prompt(
     return WrittenPrompt(token_ids=token_ids, cuts=cuts, grammar=grammar or "")
 
 
-def turn_of(answer: GeneratedAnswer) -> Message:
+def turn_of(answer: Answer) -> Message:
     """An answer as its client sends it back."""
     turn: dict[str, object] = {"role": "assistant", "content": answer.text}
     if answer.thoughts:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kakeya.backends.request import Request
 from kakeya.core.errors import KakeyaError
 from kakeya.dispatch.tasks import TaskChoice
-from kakeya.gateway.answer import GeneratedAnswer, Part
-from kakeya.gateway.request import Request
+from kakeya.gateway.answer import Answer
+from kakeya.text.tools.answer import Part
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 LINE_STREAM = b"application/x-ndjson"
@@ -63,11 +64,11 @@ class Reply(Protocol):
         """The beginning of a stream; sent together with the first part."""
         ...
 
-    def part(self, answer: GeneratedAnswer, part: Part) -> bytes:
+    def part(self, answer: Answer, part: Part) -> bytes:
         """A part of one of the answers; b"" = nothing is sent for it."""
         ...
 
-    def closing(self, answers: Sequence[GeneratedAnswer]) -> bytes:
+    def closing(self, answers: Sequence[Answer]) -> bytes:
         """The end of a stream, of answers that are complete."""
         ...
 
@@ -80,7 +81,7 @@ class Reply(Protocol):
         answer waits for, "" = none."""
         ...
 
-    def whole(self, answers: Sequence[GeneratedAnswer]) -> Mapping[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, object]:
         """The body of complete answers that are not streamed."""
         ...
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import KakeyaError
 from kakeya.dispatch.clients import ClientRequest
-from kakeya.gateway.answer import GeneratedAnswer, Part
+from kakeya.gateway.answer import Answer
 from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
 from kakeya.gateway.generation import Generations, HttpGeneration, client_of
 from kakeya.gateway.http.connection import Connection, read_request
@@ -21,6 +21,7 @@ from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.reply import Dialect, Reply
 from kakeya.gateway.session_hint import session_of
+from kakeya.text.tools.answer import Part
 
 
 class GenerationRoute:
@@ -61,9 +62,7 @@ class GenerationRoute:
                 else:
                     await self._whole(reply, prepared, client, send, use)
 
-    def _parts(
-        self, jobs: Sequence[HttpGeneration]
-    ) -> AsyncGenerator[tuple[GeneratedAnswer, Part], None]:
+    def _parts(self, jobs: Sequence[HttpGeneration]) -> AsyncGenerator[tuple[Answer, Part], None]:
         if len(jobs) == 1:
             return self._generations.run(jobs[0])
         return self._generations.run_all(jobs)

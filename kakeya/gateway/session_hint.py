@@ -26,7 +26,7 @@ from hashlib import sha256
 
 from starlette.datastructures import Headers
 
-from kakeya.gateway.request import ChatRequest, Request
+from kakeya.backends.request import ChatRequest, Request
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, read_metadata
 from kakeya.text.changing_lines import stable_beginning

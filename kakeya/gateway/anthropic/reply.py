@@ -15,14 +15,14 @@ import json
 from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
 
+from kakeya.backends.request import ChatRequest
 from kakeya.core.errors import KakeyaError
-from kakeya.gateway.answer import GeneratedAnswer, Part, ToolCall
+from kakeya.gateway.answer import Answer
 from kakeya.gateway.anthropic.messages import tool_use_id_of
 from kakeya.gateway.http.edge import envelope
 from kakeya.gateway.openai.reply import account, comment, compact, with_head
 from kakeya.gateway.reply import EVENT_STREAM, AnswerHead
-from kakeya.gateway.request import ChatRequest
-from kakeya.text.tools.answer import Said, Thought
+from kakeya.text.tools.answer import Part, Said, Thought, ToolCall
 
 PATH = "/v1/messages"
 SIGNATURE = "a2FrZXlh"
@@ -55,7 +55,7 @@ class MessageReply:
         """Nothing: a message starts with the count of cached tokens, which its first part tells."""
         return b""
 
-    def part(self, answer: GeneratedAnswer, part: Part) -> bytes:
+    def part(self, answer: Answer, part: Part) -> bytes:
         """A piece of a block, with what ends the block before and starts its own."""
         if isinstance(part, ToolCall):
             opened = self._before(answer, part, _use(part) | {"input": {}})
@@ -70,7 +70,7 @@ class MessageReply:
         before, after = self._around
         return opened + before + encode_basestring(part.text).encode() + after
 
-    def closing(self, answers: Sequence[GeneratedAnswer]) -> bytes:
+    def closing(self, answers: Sequence[Answer]) -> bytes:
         """Why the answer ended, and the account."""
         (answer,) = answers
         end = {"type": "message_delta", "delta": _ending(answer), "usage": self._usage(answer)}
@@ -85,13 +85,13 @@ class MessageReply:
         """A ping."""
         return comment(waits_for) + _event({"type": "ping"})
 
-    def whole(self, answers: Sequence[GeneratedAnswer]) -> Mapping[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, object]:
         """The body: the blocks of a stream, in their order."""
         (answer,) = answers
         blocks = [_block(part) for part in answer.parts]
         return self._message(answer) | {"content": blocks, **_ending(answer)}
 
-    def _message(self, answer: GeneratedAnswer) -> dict[str, object]:
+    def _message(self, answer: Answer) -> dict[str, object]:
         return {
             "id": self.head.answer_id,
             "type": "message",
@@ -103,7 +103,7 @@ class MessageReply:
             "usage": self._usage(answer),
         }
 
-    def _usage(self, answer: GeneratedAnswer) -> dict[str, object]:
+    def _usage(self, answer: Answer) -> dict[str, object]:
         cached = answer.cached_tokens
         usage: dict[str, object] = {
             "input_tokens": self.head.prompt_tokens - cached,
@@ -116,13 +116,13 @@ class MessageReply:
             usage["kakeya"] = account(answer.usage)
         return with_head(usage, self.head)
 
-    def _start(self, answer: GeneratedAnswer) -> bytes:
+    def _start(self, answer: Answer) -> bytes:
         if self._is_open:
             return b""
         self._is_open = True
         return _event({"type": "message_start", "message": self._message(answer)})
 
-    def _before(self, answer: GeneratedAnswer, part: Part, block: Mapping[str, object]) -> bytes:
+    def _before(self, answer: Answer, part: Part, block: Mapping[str, object]) -> bytes:
         before = self._start(answer) + self._end_block()
         self._kind = type(part)
         start = {"type": "content_block_start", "index": self._blocks, "content_block": block}
@@ -160,7 +160,7 @@ def _use(call: ToolCall) -> dict[str, object]:
     return {"type": "tool_use", "id": tool_use_id_of(call.call_id), "name": call.name}
 
 
-def _ending(answer: GeneratedAnswer) -> dict[str, object]:
+def _ending(answer: Answer) -> dict[str, object]:
     if answer.stop_string:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}
     return {"stop_reason": _REASONS[answer.finish_reason or "length"], "stop_sequence": None}

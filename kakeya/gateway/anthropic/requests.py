@@ -24,6 +24,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kakeya.backends.request import ChatRequest, ToolChoice
 from kakeya.core.errors import InvalidArgument
 from kakeya.gateway.anthropic.messages import read_messages
 from kakeya.gateway.anthropic.reply import MessageReply
@@ -45,7 +46,6 @@ from kakeya.gateway.openai.requests import (
 )
 from kakeya.gateway.openai.share_params import read_user
 from kakeya.gateway.openai.tools import MAX_TOOLS, check_function, read_tool_choice
-from kakeya.gateway.request import ChatRequest, ToolChoice
 from kakeya.text.chat import Chat, Tool
 
 

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from json.encoder import encode_basestring
 from typing import ClassVar
 
+from kakeya.backends.request import ChatRequest, CompletionRequest
 from kakeya.core.errors import KakeyaError
-from kakeya.gateway.answer import GeneratedAnswer, Part, ToolCall
+from kakeya.gateway.answer import Answer
 from kakeya.gateway.http.edge import envelope
 from kakeya.gateway.openai.reply import compact, logprob_bodies
 from kakeya.gateway.reply import LINE_STREAM, AnswerHead
-from kakeya.gateway.request import ChatRequest, CompletionRequest
-from kakeya.text.tools.answer import Thought
+from kakeya.text.tools.answer import Part, Thought, ToolCall
 
 _SLOT = "\ue000"
 _NS = 1_000_000_000
@@ -42,7 +42,7 @@ class _Lines:
         """Nothing: each line says all that it needs."""
         return b""
 
-    def part(self, answer: GeneratedAnswer, part: Part) -> bytes:
+    def part(self, answer: Answer, part: Part) -> bytes:
         """A line."""
         if isinstance(part, ToolCall):
             return self._line(self._shown("", "", [part]))
@@ -55,7 +55,7 @@ class _Lines:
             self._around = before, after
         return self._around[0] + encode_basestring(part.text).encode() + self._around[1]
 
-    def closing(self, answers: Sequence[GeneratedAnswer]) -> bytes:
+    def closing(self, answers: Sequence[Answer]) -> bytes:
         """The line that ends the answer."""
         last = self._shown("", "", ()) | (self._logprobs(answers[0]) if answers else {})
         return self._line(last, self._ending(answers))
@@ -68,7 +68,7 @@ class _Lines:
         """Nothing: clients read every line as a part."""
         return b""
 
-    def whole(self, answers: Sequence[GeneratedAnswer]) -> Mapping[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, object]:
         """The body."""
         ending = self._ending(answers)
         if not answers:
@@ -89,7 +89,7 @@ class _Lines:
         created_at = datetime.fromtimestamp(self.head.created_at, UTC).isoformat()
         return {"model": self.head.model, "created_at": created_at, **shown, **ending}
 
-    def _ending(self, answers: Sequence[GeneratedAnswer]) -> dict[str, object]:
+    def _ending(self, answers: Sequence[Answer]) -> dict[str, object]:
         if not answers:
             return {"done": True, "done_reason": "load"}
         (answer,) = answers
@@ -106,7 +106,7 @@ class _Lines:
             "eval_duration": round((total_s - prefill_s) * _NS),
         }
 
-    def _logprobs(self, answer: GeneratedAnswer) -> dict[str, object]:
+    def _logprobs(self, answer: Answer) -> dict[str, object]:
         tokens = answer.take_logprobs() if self._has_logprobs else []
         return {"logprobs": logprob_bodies(tokens)} if tokens else {}
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kakeya.backends.request import ChatRequest, CompletionRequest, GenerationParams
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, integer, object_of, refuse, text
 from kakeya.gateway.http.fields import (
@@ -37,7 +38,6 @@ from kakeya.gateway.openai.requests import (
     read_template_args,
 )
 from kakeya.gateway.openai.tools import parse_tools
-from kakeya.gateway.request import ChatRequest, CompletionRequest, GenerationParams
 from kakeya.text.chat import Chat, Message
 
 _LATEST = ":latest"

@@ -25,13 +25,13 @@ from dataclasses import asdict
 from json.encoder import encode_basestring
 from typing import Any, Generic, TypeVar
 
+from kakeya.backends.request import ChatRequest, CompletionRequest
 from kakeya.core.errors import KakeyaError
-from kakeya.gateway.answer import GeneratedAnswer, Part, ShownLogprob, ToolCall
+from kakeya.gateway.answer import Answer, ShownLogprob
 from kakeya.gateway.http.edge import envelope
 from kakeya.gateway.reply import EVENT_STREAM, AnswerHead
-from kakeya.gateway.request import ChatRequest, CompletionRequest
 from kakeya.generation.frames import SourceUsage, Usage
-from kakeya.text.tools.answer import Said, Thought
+from kakeya.text.tools.answer import Part, Said, Thought, ToolCall
 
 _DONE = b"data: [DONE]\n\n"
 _SLOT = "\ue000"
@@ -68,7 +68,7 @@ class _ChunkReply(Generic[_Asked]):
         self._has_logprobs = asked.params.top_logprobs is not None
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def closing(self, answers: Sequence[GeneratedAnswer]) -> bytes:
+    def closing(self, answers: Sequence[Answer]) -> bytes:
         """Why each answer ended, the account if it was asked for, and the end of the stream."""
         last = b"".join(
             self._chunk(
@@ -91,7 +91,7 @@ class _ChunkReply(Generic[_Asked]):
         """A comment."""
         return comment(waits_for)
 
-    def whole(self, answers: Sequence[GeneratedAnswer]) -> Mapping[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, object]:
         """The body."""
         return {
             **self._head(self._object),
@@ -107,13 +107,13 @@ class _ChunkReply(Generic[_Asked]):
             **self._usage(answers),
         }
 
-    def _usage(self, answers: Sequence[GeneratedAnswer]) -> dict[str, object]:
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, object]:
         first = answers[:: self.asked.params.rows]  # the others begin with what it computed
         cached = sum(one.cached_tokens for one in first)
         usage = usage_body(answers, self.head.prompt_tokens, cached)
         return {"usage": with_head(usage, self.head)}
 
-    def part(self, answer: GeneratedAnswer, part: Part) -> bytes:
+    def part(self, answer: Answer, part: Part) -> bytes:
         """A chunk."""
         if not isinstance(part, Said):
             return self._beside(answer, part)
@@ -126,7 +126,7 @@ class _ChunkReply(Generic[_Asked]):
             around = self._around[answer.row] = before, after
         return around[0] + encode_basestring(part.text).encode() + around[1]
 
-    def _beside(self, answer: GeneratedAnswer, part: Thought | ToolCall) -> bytes:
+    def _beside(self, answer: Answer, part: Thought | ToolCall) -> bytes:
         """A chunk of what is no text."""
         raise NotImplementedError
 
@@ -157,10 +157,10 @@ class _ChunkReply(Generic[_Asked]):
         """What a chunk adds; None = nothing."""
         raise NotImplementedError
 
-    def _message(self, answer: GeneratedAnswer) -> dict[str, object]:
+    def _message(self, answer: Answer) -> dict[str, object]:
         raise NotImplementedError
 
-    def _logprobs(self, answer: GeneratedAnswer) -> dict[str, object] | None:
+    def _logprobs(self, answer: Answer) -> dict[str, object] | None:
         raise NotImplementedError
 
 
@@ -177,7 +177,7 @@ class ChatReply(_ChunkReply[ChatRequest]):
         rows = range(self.asked.params.rows)
         return b"".join(self._chunk(row, {"delta": role}) for row in rows)
 
-    def _beside(self, answer: GeneratedAnswer, part: Thought | ToolCall) -> bytes:
+    def _beside(self, answer: Answer, part: Thought | ToolCall) -> bytes:
         if isinstance(part, Thought):
             return self._chunk(answer.row, {"delta": {"reasoning_content": part.text}})
         calls = [{"index": part.index, **_call(part)}]
@@ -186,7 +186,7 @@ class ChatReply(_ChunkReply[ChatRequest]):
     def _delta(self, text: str | None) -> dict[str, object]:
         return {"delta": {} if text is None else {"content": text}}
 
-    def _message(self, answer: GeneratedAnswer) -> dict[str, object]:
+    def _message(self, answer: Answer) -> dict[str, object]:
         text = answer.text
         message: dict[str, object] = {
             "role": "assistant",
@@ -199,7 +199,7 @@ class ChatReply(_ChunkReply[ChatRequest]):
             message["tool_calls"] = [_call(call) for call in answer.calls]
         return {"message": message}
 
-    def _logprobs(self, answer: GeneratedAnswer) -> dict[str, object] | None:
+    def _logprobs(self, answer: Answer) -> dict[str, object] | None:
         tokens = answer.take_logprobs() if self._has_logprobs else []
         if not tokens:
             return None
@@ -216,17 +216,17 @@ class CompletionReply(_ChunkReply[CompletionRequest]):
         """Nothing: a completion opens with its text."""
         return b""
 
-    def _beside(self, answer: GeneratedAnswer, part: Thought | ToolCall) -> bytes:
+    def _beside(self, answer: Answer, part: Thought | ToolCall) -> bytes:
         """Nothing: a prompt of its caller's own asks for neither."""
         return b""
 
     def _delta(self, text: str | None) -> dict[str, object]:
         return {"text": text or ""}
 
-    def _message(self, answer: GeneratedAnswer) -> dict[str, object]:
+    def _message(self, answer: Answer) -> dict[str, object]:
         return {"text": answer.text}
 
-    def _logprobs(self, answer: GeneratedAnswer) -> dict[str, object] | None:
+    def _logprobs(self, answer: Answer) -> dict[str, object] | None:
         tokens = answer.take_logprobs() if self._has_logprobs else []
         if not tokens:
             return None
@@ -238,7 +238,7 @@ class CompletionReply(_ChunkReply[CompletionRequest]):
 
 
 def usage_body(
-    answers: Sequence[GeneratedAnswer], prompt_tokens: int, cached_tokens: int
+    answers: Sequence[Answer], prompt_tokens: int, cached_tokens: int
 ) -> dict[str, object]:
     """The `usage` object."""
     completion_tokens = sum(one.completion_tokens for one in answers)

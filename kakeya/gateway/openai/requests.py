@@ -26,6 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kakeya.backends.request import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationParams,
+    SamplingWish,
+)
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, integer, object_of, refuse, shown, text
 from kakeya.gateway.http.fields import (
@@ -47,12 +53,6 @@ from kakeya.gateway.openai.tools import (
     TOOL_PARAMS,
     TOOLS,
     read_tool_choice,
-)
-from kakeya.gateway.request import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationParams,
-    SamplingWish,
 )
 from kakeya.generation.request import MOST_TOP_LOGPROBS, Sampling
 from kakeya.text.chat import Chat

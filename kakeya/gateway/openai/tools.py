@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
+from kakeya.backends.request import ToolChoice
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, refuse, shown, text
 from kakeya.gateway.http.fields import IS_TEXT, flag_field, opaque, table, value_field
-from kakeya.gateway.request import ToolChoice
 from kakeya.text.chat import Tool
 
 MAX_TOOLS = 1024

@@ -41,7 +41,22 @@ class Thought:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool in an answer. `index` counts the answer's calls from 0; `arguments` is JSON
+    text."""
+
+    index: int
+    name: str
+    arguments: str
+    call_id: str
+
+
 AnswerPart = Said | Thought | Called
+"""What a text is made of."""
+Part = Said | Thought | ToolCall
+"""What an answer is made of."""
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class AnswerReader:

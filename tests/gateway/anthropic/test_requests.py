@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from kakeya.backends.request import ToolChoice
 from kakeya.core.errors import KakeyaError
 from kakeya.gateway.anthropic.messages import call_id_of, tool_use_id_of
 from kakeya.gateway.anthropic.requests import parse_message
-from kakeya.gateway.request import ToolChoice
 from tests.gateway.toy import ToyModel, make_folder, serving
 
 HI = {"role": "user", "content": "hi"}

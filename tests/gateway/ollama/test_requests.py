@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kakeya.backends.request import ChatRequest, CompletionRequest
 from kakeya.core.errors import KakeyaError
 from kakeya.gateway.ollama.embed import parse_embed
 from kakeya.gateway.ollama.requests import parse_chat, parse_generate
-from kakeya.gateway.request import ChatRequest, CompletionRequest
 from tests.gateway.toy import ToyModel, make_folder, serving
 
 HI = {"role": "user", "content": "hi"}

@@ -10,13 +10,13 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.gateway.answer import GeneratedAnswer, Part
+from kakeya.gateway.answer import GeneratedAnswer
 from kakeya.gateway.openai.reply import ChatReply, CompletionReply, usage_body
 from kakeya.gateway.openai.requests import parse_chat, parse_completion
 from kakeya.gateway.reply import AnswerHead
 from kakeya.generation.frames import Done, Progress, StopReason, TokenLogprob, Tokens, Usage
 from kakeya.text.text import TextModel
-from kakeya.text.tools.answer import Called, Said, Thought
+from kakeya.text.tools.answer import Called, Part, Said, Thought
 from tests.gateway.toy import make_folder
 
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Literal
 
-from kakeya.gateway.answer import Part, SaidTokens, ToolCall
+from kakeya.gateway.answer import SaidTokens
 from kakeya.gateway.openai.reply import compact, logprob_bodies
 from kakeya.gateway.openai.responses.tools import FunctionName
-from kakeya.text.tools.answer import Said
+from kakeya.text.tools.answer import Part, Said, ToolCall
 
 ItemStatus = Literal["completed", "incomplete"]
 _Kind = Literal["message", "reasoning"]

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kakeya.backends.request import ChatRequest
 from kakeya.core.errors import KakeyaError
-from kakeya.gateway.answer import GeneratedAnswer, Part
+from kakeya.gateway.answer import Answer
 from kakeya.gateway.openai.reply import account, comment, with_head
 from kakeya.gateway.openai.responses.output import (
     FIRST_EVENTS,
@@ -20,7 +21,7 @@ from kakeya.gateway.openai.responses.output import (
 )
 from kakeya.gateway.openai.responses.tools import FunctionName
 from kakeya.gateway.reply import EVENT_STREAM, AnswerHead
-from kakeya.gateway.request import ChatRequest
+from kakeya.text.tools.answer import Part
 
 Keep = Callable[[Mapping[str, object]], None]
 """Keeps a response for later requests."""
@@ -62,11 +63,11 @@ class ResponseReply:
             numbered_event(number, kind, response=body) for number, kind in enumerate(FIRST_EVENTS)
         )
 
-    def part(self, answer: GeneratedAnswer, part: Part) -> bytes:
+    def part(self, answer: Answer, part: Part) -> bytes:
         """The events of a part."""
         return self._items().take(part)
 
-    def closing(self, answers: Sequence[GeneratedAnswer]) -> bytes:
+    def closing(self, answers: Sequence[Answer]) -> bytes:
         """The end of the last item, and the response."""
         items = self._items()
         (answer,) = answers
@@ -86,7 +87,7 @@ class ResponseReply:
         """A comment."""
         return comment(waits_for)
 
-    def whole(self, answers: Sequence[GeneratedAnswer]) -> Mapping[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> Mapping[str, object]:
         """The response."""
         (answer,) = answers
         items = OutputItems(self.head.answer_id, self._request.names)
@@ -100,7 +101,7 @@ class ResponseReply:
             self._streamed = OutputItems(self.head.answer_id, self._request.names)
         return self._streamed
 
-    def _finished(self, answer: GeneratedAnswer, items: OutputItems) -> dict[str, object]:
+    def _finished(self, answer: Answer, items: OutputItems) -> dict[str, object]:
         status = _status(answer)
         body = self._body(status, items.items)
         body["usage"] = self._usage(answer)
@@ -127,7 +128,7 @@ class ResponseReply:
             body["kakeya"] = {"warnings": list(left_out)}
         return body
 
-    def _usage(self, answer: GeneratedAnswer) -> dict[str, object]:
+    def _usage(self, answer: Answer) -> dict[str, object]:
         prompt_tokens, completion_tokens = self.head.prompt_tokens, answer.completion_tokens
         usage: dict[str, object] = {
             "input_tokens": prompt_tokens,
@@ -141,5 +142,5 @@ class ResponseReply:
         return with_head(usage, self.head)
 
 
-def _status(answer: GeneratedAnswer) -> ItemStatus:
+def _status(answer: Answer) -> ItemStatus:
     return "incomplete" if answer.finish_reason in ("length", None) else "completed"

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from kakeya.backends.request import ChatRequest
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, object_of, refuse, shown, text
 from kakeya.gateway.http.fields import (
@@ -44,7 +45,6 @@ from kakeya.gateway.openai.responses.items import parse_items, read_input
 from kakeya.gateway.openai.responses.reply import ResponseReply, ResponseRequest
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openai.responses.tools import read_choice, read_text_form, read_tools
-from kakeya.gateway.request import ChatRequest
 from kakeya.text.chat import Chat
 
 _MAX_TOKENS = integer_field("max_output_tokens", 1, MOST_INT)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from kakeya.backends.request import ToolChoice
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import refuse, shown, text
 from kakeya.gateway.http.fields import is_one_of, refuse_unknown
@@ -23,7 +24,6 @@ from kakeya.gateway.openai.tools import (
     parse_tools,
     read_answer_schema,
 )
-from kakeya.gateway.request import ToolChoice
 from kakeya.text.chat import Tool
 
 _HOSTED = (
