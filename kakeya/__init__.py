@@ -42,6 +42,7 @@ _HOMES = {
     "normalised": "kakeya.memory.embeddings",
     "plan_spec_decode_placement": "kakeya.fleet.placement.placement",
     "probe_ring_environment": "kakeya.fleet.placement.ring",
+    "report_progress": "kakeya.memory.arbiter.capability",
     "ring_path_available": "kakeya.fleet.placement.ring",
 }
 _MODULES = {"errors": "kakeya.core.errors", "events": "kakeya.memory.arbiter.events"}

@@ -9,7 +9,7 @@ from kakeya.memory.arbiter.resident import RequestPriority
 
 DRAFT_TERMS = Terms(priority=RequestPriority.BATCH)
 """The least urgent terms: drafts only make a generation faster."""
-_PRIORITIES = {
+REQUEST_PRIORITIES = {
     GenerationPriority.URGENT: RequestPriority.URGENT,
     GenerationPriority.HIGH: RequestPriority.HIGH,
     GenerationPriority.NORMAL: RequestPriority.NORMAL,
@@ -17,6 +17,7 @@ _PRIORITIES = {
     GenerationPriority.BATCH: RequestPriority.BATCH,
     GenerationPriority.SPECULATIVE: RequestPriority.BATCH,
 }
+"""The urgency of a request for memory, by that of the work that it is for."""
 
 
 def decode_terms(request: DecodeRequest) -> Terms:
@@ -27,4 +28,4 @@ def decode_terms(request: DecodeRequest) -> Terms:
 
 def terms_within(timeout_s: float, priority: GenerationPriority) -> Terms:
     """Make the terms of a wait of `timeout_s` at most for a model."""
-    return Terms(priority=_PRIORITIES[priority], timeout_s=timeout_s)
+    return Terms(priority=REQUEST_PRIORITIES[priority], timeout_s=timeout_s)

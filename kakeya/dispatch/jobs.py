@@ -30,6 +30,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -52,7 +53,7 @@ from kakeya.dispatch.job import (
     may_try_again,
     outdated,
 )
-from kakeya.dispatch.job_store import JobStore, JobWriter
+from kakeya.dispatch.job_store import FILE, JobStore, JobWriter
 from kakeya.memory.arbiter.keeper import FORCE_S, cancelled
 
 _log = logging.getLogger(__name__)
@@ -341,3 +342,9 @@ class JobQueue:
         for job in gone:
             del self._entries[job.job_id]
             self._writer.remove(job.job_id)
+
+
+def node_jobs(folder: Path, clock: Clock) -> JobQueue:
+    """The jobs that are kept in a node's data directory."""
+    # For a caller without a name, the id of a job is the key to it.
+    return JobQueue(JobStore(folder / FILE), clock=clock, rng=random.SystemRandom())

@@ -20,6 +20,8 @@
     GET  /openapi.json                   these paths and their parameters, for programs
     GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
     GET, PUT /api/v1/config              tasks, and what else changes while the node runs
+    GET  /api/v1/capabilities; POST .../{name}
+    GET  /api/v1/jobs, /api/v1/jobs/{id}, and others: see `jobs`
     GET  /api/v1/requests/{id}           what of a recent request's prompt was cached, and why
 
 Parsing is in `openai`, `anthropic` and `ollama`, running in `generation`, admission and errors in
@@ -43,7 +45,9 @@ from starlette.routing import Route
 import kakeya
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
+from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.jobs import JobQueue
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.gateway.anthropic.count import CountRoute
 from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
@@ -56,6 +60,7 @@ from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
+from kakeya.gateway.jobs import job_routes
 from kakeya.gateway.live_config import ConfigRoute
 from kakeya.gateway.model_bodies import abilities, shown_sampling, task_body
 from kakeya.gateway.ollama.routes import ollama_routes
@@ -103,6 +108,8 @@ def build_app(
     store_bytes: int = 0,
     clients: Clients | None = None,
     tasks: TaskRegistry | None = None,
+    jobs: JobQueue | None = None,
+    capabilities: Capabilities | None = None,
 ) -> Starlette:
     """Build the application.
 
@@ -114,7 +121,8 @@ def build_app(
     `texts` are shared with other parts of the node; None = the application makes its own.
     So is the registry of `clients`.
     `store_bytes` are for responses that later requests can go on from; 0 = none is kept. `tasks`
-    are names that stand for one of several models; None = there are none.
+    are names that stand for one of several models; None = there are none. Without `jobs` no work
+    goes on in the background; `capabilities` need them.
     """
     metrics = HttpMetrics(
         figures,
@@ -152,6 +160,7 @@ def build_app(
         BodyRoute("/v1/precache", PrecacheRoute(generations, precache, texts), PRECACHE),
         Route("/api/v1/requests/{request_id}", ExplainRoute(generations.recent, texts).answer),
         *ConfigRoute(tasks, limits).routes(),
+        *(job_routes(jobs, capabilities, generations) if jobs is not None else ()),
         *gateway.routes(),
     ]
     app = Starlette(

@@ -58,13 +58,8 @@ class CoordinatorFields:
         """A request with its fields. Raises InvalidArgument for a wrong header."""
         params = replace(asked.params, stay_warm_s=self.stay_warm_s, cooldown_s=self.cooldown_s)
         headers = Headers(scope=scope)
-        if self.priority is not None:
-            params = replace(params, priority=self.priority)
-        elif not self.has_own_priority:
-            for name in _PRIORITY_HEADERS:
-                if said := headers.get(name):
-                    params = replace(params, priority=priority_of(said, name))
-                    break
+        if (priority := self.urgency(scope)) is not None:
+            params = replace(params, priority=priority)
         if self.client and not headers.get(CLIENT_NAME):
             MutableHeaders(scope=scope)[CLIENT_NAME] = self.client
         elif self.client and not params.user:
@@ -76,6 +71,14 @@ class CoordinatorFields:
         if ignored:
             note_ignored(scope, ignored)
         return replace(asked, params=params)
+
+    def urgency(self, scope: Scope) -> GenerationPriority | None:
+        """The priority that the fields say, or else the headers, where no parameter of the dialect
+        does; None = none is said. Raises InvalidArgument for a wrong header."""
+        if self.priority is not None or self.has_own_priority:
+            return self.priority
+        said = ((name, Headers(scope=scope).get(name)) for name in _PRIORITY_HEADERS)
+        return next((priority_of(word, name) for name, word in said if word), None)
 
     def under_task(self, asked: Request, task: TaskSpec, scope: Scope) -> Request:
         """A request whose fields are applied, with what its task says of it where it says

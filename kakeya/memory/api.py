@@ -113,6 +113,13 @@ class MemoryArbiter:
             )
         self._capabilities[capability.name] = capability
 
+    def capability(self, name: str) -> Capability:
+        """A registered capability. Raises NotFound."""
+        if name not in self._capabilities:
+            known = ", ".join(sorted(self._capabilities)) or "none"
+            raise errors.NotFound(f"no capability registered as {name!r}; known: {known}")
+        return self._capabilities[name]
+
     async def request(
         self, capability: str, model_key: str, payload: object, terms: Terms = PLAIN
     ) -> object:
@@ -367,9 +374,7 @@ class MemoryArbiter:
         self._tasks.start("memory keeper", self._keeper.run)
 
     def _key(self, capability: str, model_key: str) -> ResidentKey:
-        if capability not in self._capabilities:
-            known = ", ".join(sorted(self._capabilities)) or "none"
-            raise errors.NotFound(f"no capability registered as {capability!r}; known: {known}")
+        self.capability(capability)
         if self._tasks is None:
             raise errors.Conflict("the arbiter was not started; use it inside `async with`")
         return ResidentKey(capability, model_key)

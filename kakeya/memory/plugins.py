@@ -28,11 +28,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PluginReport:
-    """The outcome of an entry point; no error = registered."""
+    """The outcome of an entry point; no error = registered, as `capability`."""
 
     name: str
     origin: str
     error: str | None = None
+    capability: str = ""
 
 
 async def load_capabilities(
@@ -51,7 +52,7 @@ async def _load(arbiter: MemoryArbiter | None, point: EntryPoint) -> PluginRepor
     try:
         owner = _required(arbiter)
         make = await asyncio.to_thread(point.load)
-        _register(owner, make, point.value)
+        capability = _register(owner, make, point.value)
     except Exception as fault:  # noqa: BLE001 - foreign code
         reason = str(fault) or repr(fault)
         event(
@@ -63,7 +64,7 @@ async def _load(arbiter: MemoryArbiter | None, point: EntryPoint) -> PluginRepor
             error=reason,
         )
         return PluginReport(point.name, point.value, reason)
-    return PluginReport(point.name, point.value)
+    return PluginReport(point.name, point.value, capability=capability)
 
 
 def _required(arbiter: MemoryArbiter | None) -> MemoryArbiter:
@@ -72,13 +73,14 @@ def _required(arbiter: MemoryArbiter | None) -> MemoryArbiter:
     return arbiter
 
 
-def _register(arbiter: MemoryArbiter, make: Callable[..., object], origin: str) -> None:
+def _register(arbiter: MemoryArbiter, make: Callable[..., object], origin: str) -> str:
     capability = make(arbiter) if _wants_arbiter(make) else make()
     if not isinstance(capability, Capability):
         raise errors.ConfigError(
             f"{origin} returned {type(capability).__name__}; a Capability is needed"
         )
     arbiter.register(capability)
+    return capability.name
 
 
 def _wants_arbiter(make: Callable[..., object]) -> bool:

@@ -32,8 +32,8 @@ from kakeya.core.host import (
 )
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
-from kakeya.dispatch.job_store import FILE, JobStore
-from kakeya.dispatch.jobs import JobQueue
+from kakeya.dispatch.capabilities import Capabilities
+from kakeya.dispatch.jobs import node_jobs
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.gossip.round import Round
@@ -189,9 +189,7 @@ class Agent:
             file=self._folder / LIVE,
         )
         await self._ladders.restore()
-        secret = random.SystemRandom()  # its id is a key to a job, for callers without a name
-        jobs = JobQueue(JobStore(self._folder / FILE), clock=self._clock, rng=secret)
-        self._jobs = await stack.enter_async_context(jobs)
+        self._jobs = await stack.enter_async_context(node_jobs(self._folder, self._clock))
         self._services = Services(
             self._plane,
             self._models,
@@ -328,6 +326,8 @@ class Agent:
             store_bytes=self._config.listen.http_store_bytes,
             clients=self._services.clients,
             tasks=self._ladders,
+            jobs=self._jobs,
+            capabilities=Capabilities(self._memory, self._jobs),
         )
         return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 

@@ -22,6 +22,9 @@ from tokenizers.trainers import BpeTrainer
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
+from kakeya.core.tasks import Supervisor
+from kakeya.dispatch.capabilities import Capabilities
+from kakeya.dispatch.jobs import JobQueue
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.authorization import KeyCheck
@@ -341,6 +344,8 @@ async def serving(
     embedders: Sequence[ToyEmbedder] = (),
     store_bytes: int = 0,
     tasks: TaskRegistry | None = None,
+    jobs: JobQueue | None = None,
+    capabilities: Capabilities | None = None,
 ) -> AsyncIterator[Served]:
     app = build_app(
         Directory(*models, embedders=embedders),
@@ -357,11 +362,15 @@ async def serving(
         precache=precache,
         store_bytes=store_bytes,
         tasks=tasks,
+        jobs=jobs,
+        capabilities=capabilities,
     )
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     base = f"http://127.0.0.1:{port}"
-    async with serve_http(app, sock, head_s=head_s):
+    async with serve_http(app, sock, head_s=head_s), Supervisor(SystemClock()) as works:
+        if jobs is not None:
+            jobs.start(works)
         async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:
             transport = httpx.AsyncClient(trust_env=False)
             client = AsyncOpenAI(

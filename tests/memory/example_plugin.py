@@ -9,7 +9,7 @@ The model is a bag of word weights in real memory, so that its size can be measu
 
 The second one, a camera, is handed the arbiter, and keeps what images became there. The third is
 the camera with work of its own: a capability is reached through the arbiter, by other plug-ins or
-by itself, and by no route of the node.
+by itself. Clients of the node send JSON, so a handler for them reads JSON.
 """
 
 from __future__ import annotations

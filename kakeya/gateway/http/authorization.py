@@ -3,6 +3,8 @@
     /, /health, /healthz      no key: they tell that a node is here, and nothing of it
     /metrics, /api/v1/...     a key of role admin: they tell of the fleet and of other clients
     /api/v1/requests/...      any key: each client may see its own requests, see `sees_all`
+    /api/v1/jobs...           any key, likewise
+    /api/v1/capabilities...   any key
     all others                any key
 
 A caller on this machine needs no key, unless the owner wants one of all. A caller behind a proxy on
@@ -23,6 +25,7 @@ from kakeya.gateway.http.keys import ApiKey, KeyRing, KeyRole
 from kakeya.wire.security import CLIENT_NAME
 
 _OPEN = frozenset({"/", "/health", "/healthz"})
+_OF_CLIENTS = ("/api/v1/requests/", "/api/v1/jobs/", "/api/v1/capabilities/")
 _SEES_ALL = "kakeya.sees_all"
 
 
@@ -75,7 +78,7 @@ def _check_holder(holder: ApiKey | None, path: str, *, is_given: bool) -> None:
             else "an API key is needed: send it as Authorization: Bearer KEY or as x-api-key; the "
             "owner of the node makes one there with kakeya key add NAME"
         )
-    is_of_node = path.startswith("/api/v1/") and not path.startswith("/api/v1/requests/")
+    is_of_node = path.startswith("/api/v1/") and not f"{path}/".startswith(_OF_CLIENTS)
     needs_admin = path == "/metrics" or is_of_node
     if needs_admin and holder.role is not KeyRole.ADMIN:
         raise Denied(

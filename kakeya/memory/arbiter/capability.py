@@ -13,13 +13,20 @@ A distribution offers it with
     [project.entry-points."kakeya.capabilities"]
     vision-describe = "camera.plugin:capability"
 
+A run that takes long may tell its caller how far it is, also in a thread of its own:
+
+    async def run(self, backend: object, payload: object) -> object:
+        report_progress(0.5, "half of the pages are read")
+
 A new capability takes the role that gives its worth to the node (a re-ranker is an `EMBEDDING`), or
 brings a role of its own, which tells what its eviction costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,6 +36,27 @@ from kakeya.memory.arbiter.resident import Role, Warmth
 MAX_WAITING = 10
 """The most requests that wait for one model; more are refused. A queue in front may hold more,
 in an order of its own."""
+
+
+ProgressListener = Callable[[float, str], None]
+"""Hears the share of a run that is done, from 0 to 1, and a phrase; in any thread."""
+_listener: ContextVar[ProgressListener | None] = ContextVar("kakeya_progress", default=None)
+
+
+def report_progress(share: float, phrase: str = "") -> None:
+    """Tell the caller of a run how far it is. Without a caller that listens, nothing happens."""
+    if (listener := _listener.get()) is not None:
+        listener(share, phrase)
+
+
+@contextmanager
+def progress_to(listener: ProgressListener) -> Iterator[None]:
+    """Hear the progress of the requests that are made inside."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +89,10 @@ class Handler(Protocol):
 
     async def run(self, backend: object, payload: object) -> object:
         """Serve one request. It ends soon when cancelled, and keeps nothing in the backend that a
-        later run relies on: the model may be loaded anew in between."""
+        later run relies on: the model may be loaded anew in between.
+
+        From a client of the node the payload is any JSON value, and the result goes back as JSON.
+        Raise InvalidArgument for a payload that is not of the right form."""
         ...
 
 
@@ -85,6 +116,8 @@ class Capability:
     """Models that stay once they are loaded."""
     concurrency: int = 1
     max_waiting: int = MAX_WAITING
+    may_repeat: bool = True
+    """Whether a run that was cut off by the end of the node may be run again from its payload."""
 
     def __post_init__(self) -> None:
         if not self.name or self.concurrency < 1 or self.max_waiting < 0:
