@@ -101,13 +101,17 @@ def node_budget(
     limited = LinuxMachine().limited() if platform == "linux" else None
     if limited is not None:
         total = min(total, limited.total_bytes)
+    reserve = int(config.reserve_bytes * profile.reserve_factor)
+    metal = None
+    if platform == "darwin":
+        metal = owners_limit_mb() * MIB or working_set_bytes or _usual_limit(total)
+        # Below the limit of Metal a larger reserve alone would change nothing.
+        metal -= reserve - config.reserve_bytes
     return budget_bytes(
         total_bytes=total,
         configured_bytes=config.budget_bytes,
-        metal_limit_bytes=(owners_limit_mb() * MIB or working_set_bytes or _usual_limit(total))
-        if platform == "darwin"
-        else None,
-        reserve_bytes=int(config.reserve_bytes * profile.reserve_factor),
+        metal_limit_bytes=metal,
+        reserve_bytes=reserve,
     )
 
 

@@ -60,6 +60,8 @@ LACKS = {
     socket: "SO_PROTOCOL SO_DOMAIN SO_PEERCRED SO_BINDTODEVICE MSG_NOSIGNAL SOCK_CLOEXEC "
     "SOCK_NONBLOCK TCP_KEEPIDLE TCP_USER_TIMEOUT IP_MTU_DISCOVER",
 }
+_TRIM = ctypes.CDLL(None).malloc_trim
+"""What relieves the heap here; hidden from the programs of the Mac."""
 NO_FUNCTIONS = {"mallopt", "malloc_trim", "prctl", "openblas_get_config"}
 HIDDEN = ("/proc", "/sys", "/dev/shm")
 NUMBERS = {errno.ECONNREFUSED: 61, errno.ETIMEDOUT: 60, errno.EHOSTUNREACH: 65, errno.EHOSTDOWN: 64,
@@ -138,6 +140,9 @@ class LiveLibrary(DarwinLibrary):
         footprints = {pid: 1024 * sum(map(int, parts))} if parts else {}
         told = DarwinLibrary(footprints=footprints)
         return DarwinLibrary._proc_pid_rusage(told, pid, flavor, into)
+
+    def _malloc_zone_pressure_relief(self, zone: object, goal: int) -> int:
+        return int(_TRIM(0))
 
 
 def _rows(pids: Iterable[int]) -> dict[int, bytes]:

@@ -93,7 +93,8 @@ async def test_an_engine_that_runs_away_before_the_first_token_is_a_503_and_come
             assert again.status_code == 200
             told = watch.status()["tiny"]
             assert (told["max_running"], told["steps"]["kill"]) == (1, 1 + is_stream)
-            assert "beyond its lease" in told["last_reason"]
+            # By the guard, or by the watch where that looks first.
+            assert "lease" in told["last_reason"]
             taken.unlink()
 
 

@@ -263,7 +263,7 @@ def test_a_node_that_hangs_is_told_so_and_by_its_pid(
     monkeypatch.setattr(fleet_cli, "_TIMEOUT_S", 0.2)
     with DataDir(founded) as data_dir, socket.socket(socket.AF_UNIX) as hung:
         data_dir.write_run(RunInfo(pid=4711, node_id="x", grpc="127.0.0.1:1", http="127.0.0.1:2"))
-        hung.bind(str(founded / "control.sock"))
+        hung.bind(str(control_socket(founded)))
         hung.listen()
         with pytest.raises(DeadlineExceeded, match=r"\(pid 4711\) did not answer for 0.2 s"):
             kakeya("invite", "--data-dir", str(founded))
@@ -284,7 +284,8 @@ async def test_the_service_checks_what_it_is_asked(tmp_path: Path) -> None:
     from kakeya.wire.status import error_from_rpc
 
     async with controlled(tmp_path, NoFleet()):
-        async with grpc.aio.insecure_channel(f"unix:{tmp_path / 'control.sock'}") as channel:
+        path = await asyncio.to_thread(control_socket, tmp_path)
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
             stub = ControlServiceStub(channel)
             for call, kind in (
                 (stub.Invite(pb.InviteRequest(role="king"), timeout=5), InvalidArgument),

@@ -146,10 +146,12 @@ def test_the_budget_is_the_machine_less_a_reserve_and_no_more_than_metal_or_the_
     assert plain == total - 100 * MIB
     assert node_budget(settings(), careful, platform="mac-like") == plain - 100 * MIB
 
-    def on_mac(owners_limit_mb: int, working_set_bytes: int | None) -> int:
+    def on_mac(
+        owners_limit_mb: int, working_set_bytes: int | None, profile: Profile = NORMAL
+    ) -> int:
         return node_budget(
             settings(),
-            NORMAL,
+            profile,
             platform="darwin",
             working_set_bytes=working_set_bytes,
             owners_limit_mb=lambda: owners_limit_mb,
@@ -158,6 +160,8 @@ def test_the_budget_is_the_machine_less_a_reserve_and_no_more_than_metal_or_the_
     assert on_mac(300, None) == on_mac(300, 200 * MIB) == 300 * MIB
     assert on_mac(0, 200 * MIB) == 200 * MIB
     assert 0.6 < on_mac(0, None) / total < 0.8
+    for limits in ((300, None), (0, 200 * MIB), (0, None)):
+        assert on_mac(*limits, careful) == on_mac(*limits) - 100 * MIB
     with pytest.raises(errors.ConfigError, match="the memory budget is"):
         node_budget(
             MemoryConfig(

@@ -25,6 +25,7 @@ from kakeya.generation.request import DecodeJob, DraftSource, Sampling
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.mlx.loader import load
 from kakeya.mlx.model import MlxModel
+from tests.arithmetic import own_arithmetic
 from tests.decoding.processors.schemas import SCHEMAS, Schema, grammar_of
 from tests.engine.rig import Rig, logprobs_in, matcher_of, tools
 from tests.engine.test_batch import run_together
@@ -120,6 +121,7 @@ def test_rows_with_and_without_processors_share_forwards(rig: Rig, todo, schemas
     assert [answer.tokens for answer in answers] == alone
 
 
+@own_arithmetic
 @given(
     job=JOBS,
     schema=st.none() | SCHEMAS,

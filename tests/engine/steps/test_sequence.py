@@ -21,6 +21,7 @@ from kakeya.generation.frames import Progress, StopReason, Tokens
 from kakeya.generation.request import DecodeJob, DraftSource, Sampling
 from kakeya.mlx.model import MlxModel
 from kakeya.mlx.verifier import MlxVerifier
+from tests.arithmetic import own_arithmetic
 from tests.decoding.servers import serving
 from tests.engine.rig import Rig, collect, load_rig, tools
 
@@ -222,6 +223,7 @@ def test_ids_outside_the_vocabulary_are_never_verified(rigs: dict[str, Rig]) -> 
     assert done.usage.verified == 0
 
 
+@own_arithmetic
 def test_the_kv_after_drafts_equals_a_fresh_prefill(rigs: dict[str, Rig]) -> None:
     rig = Rig(rigs["llama"].model, tools())
     run = SequenceRun(rig.model, rig.tools, job(draft_sources=NGRAM, kv_key="s", max_tokens=40))
@@ -297,7 +299,9 @@ def test_prefill_comes_in_chunks_with_progress(rigs: dict[str, Rig]) -> None:
 
 
 def paced(rig: Rig, **facts: float) -> LoadedFacts:
-    return replace(rig.model.facts, prefill_chunk_tokens=256, kv_block_tokens=256, **facts)
+    return replace(
+        rig.model.facts, prefill_chunk_tokens=256, kv_block_tokens=256, prefill_grid=(), **facts
+    )
 
 
 def test_chunks_get_finer_behind_a_long_context_so_that_each_stays_within_its_time(
@@ -347,6 +351,7 @@ class Paced:
             prefill_chunk_tokens=chunk,
             prefill_tokens_per_second=rate,
             prefill_context_s=context_s,
+            prefill_grid=(),
         )
 
     def open(self) -> MlxVerifier:

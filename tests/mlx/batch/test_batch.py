@@ -27,6 +27,7 @@ from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.model import MlxModel
 from kakeya.mlx.verifier import MlxVerifier
+from tests.arithmetic import own_arithmetic
 from tests.mlx.random_models import VOCAB, write_model
 
 SLOTS = 3
@@ -146,6 +147,7 @@ rows = st.tuples(
 )
 
 
+@own_arithmetic
 @pytest.mark.parametrize("name", BATCHED)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -185,6 +187,7 @@ class QuantizedKv:
         return getattr(self._model, name)
 
 
+@own_arithmetic
 @settings(max_examples=12, deadline=None)
 @given(
     made=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5)), min_size=2, max_size=5),

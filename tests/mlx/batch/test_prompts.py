@@ -17,6 +17,7 @@ from kakeya.mlx.batch.prompts import LayeredForward, can_split, pieces_check
 from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import MlxVerifier
+from tests.arithmetic import own_arithmetic
 from tests.mlx.random_models import write_model
 
 KINDS = ("llama", "gemma3", "mamba")
@@ -80,6 +81,7 @@ def test_in_any_parts_a_piece_has_the_bits_of_one_that_is_computed_at_once(
     assert is_same(state, whole(model, *pieces))
 
 
+@own_arithmetic
 @pytest.mark.parametrize("parts", [1, 2, 7])
 def test_a_model_of_one_layer_computes_pieces_in_one_part(tmp_path: Path, parts: int) -> None:
     folder = write_model(tmp_path, "llama", changes={"num_hidden_layers": 1})
@@ -130,6 +132,7 @@ def test_a_piece_is_appended_without_a_copy_of_the_kv(models: dict[str, LoadedMo
     assert state.length == 70
 
 
+@own_arithmetic
 @settings(deadline=None, max_examples=30)
 @given(
     kind=st.sampled_from(("llama", "gemma3")),
@@ -151,6 +154,7 @@ def test_pieces_of_several_prompts_have_the_bits_that_each_has_alone(
     assert all(map(is_same, alone, together))
 
 
+@own_arithmetic
 def test_the_others_go_on_where_one_leaves_a_shared_forward(
     models: dict[str, LoadedModel],
 ) -> None:
@@ -166,6 +170,7 @@ def test_the_others_go_on_where_one_leaves_a_shared_forward(
     assert is_same(states[1], whole(model, text(10, 1)))
 
 
+@own_arithmetic
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_one_that_left_a_shared_forward_goes_on_beside_it(
     models: dict[str, LoadedModel], kind: str
@@ -184,6 +189,7 @@ def test_one_that_left_a_shared_forward_goes_on_beside_it(
     assert is_same(states[1], whole(model, text(10, 1), text(20, 8)))
 
 
+@own_arithmetic
 def test_the_least_piece_that_may_be_shared_is_found_by_bits(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.numerics import attention
 from kakeya.mlx.numerics.grid import is_row_exact
 from kakeya.mlx.verifier import MlxVerifier
+from tests.arithmetic import own_arithmetic
 from tests.mlx.random_models import VOCAB, write_model
 
 B = 32
@@ -148,6 +149,7 @@ def test_behind_blocks_everything_has_the_bits_of_a_cold_prefill(
             assert [bits(cold, 5), bits(cold, 9)] == [bits(warm, 5), bits(warm, 9)]
 
 
+@own_arithmetic
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("mamba", "falcon_h1")])
 def test_a_part_of_the_last_block_may_be_taken_where_no_state_lies_behind_it(
     models: dict[str, LoadedModel], name: str
