@@ -223,7 +223,7 @@ def consider(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdi
 def late(ticket: LoadTicket, view: QueueView) -> errors.DeadlineExceeded:
     """The refusal of a request without time for its load, with the estimate of the load's end."""
     ask, now = ticket.ask, view.now
-    left_s = ask.deadline_mono - ticket.asked_mono
+    left_s = max(0.0, ask.deadline_mono - ticket.asked_mono)
     resident = view.ledger.find(ask.key)
     if not ticket.is_of_model or (resident is not None and resident.is_open):
         return errors.DeadlineExceeded(
