@@ -72,6 +72,18 @@ class CoordinatorFields:
             note_ignored(scope, ignored)
         return replace(asked, params=params)
 
+    def named(self, scope: Scope) -> str:
+        """The caller of a request that begins no generation: its share is all that counts, so the
+        other fields are left out."""
+        said = {
+            "x_priority": self.priority is not None,
+            "x_stay_warm": self.stay_warm_s,
+            "x_cooldown": self.cooldown_s,
+        }
+        if ignored := (*self.ignored, *(name for name, is_said in said.items() if is_said)):
+            note_ignored(scope, ignored)
+        return Headers(scope=scope).get(CLIENT_NAME, "") or self.client
+
     def urgency(self, scope: Scope) -> GenerationPriority | None:
         """The priority that the fields say, or else the headers, where no parameter of the dialect
         does; None = none is said. Raises InvalidArgument for a wrong header."""

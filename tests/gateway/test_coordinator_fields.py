@@ -37,6 +37,14 @@ async def test_each_dialect_takes_a_priority_and_a_client_and_leaves_out_the_res
     assert (request.priority, request.client) == (GenerationPriority.LOW, "bob")
 
 
+async def test_a_count_of_tokens_takes_the_client_and_leaves_out_the_rest(folder):
+    body = {"model": "toy", "messages": HI, "x_client_id": "bob", "x_y": 1, "x_priority": "low"}
+    async with serving(ToyModel(folder, script="hello world")) as served:
+        answer = await served.http.post("/v1/messages/count_tokens", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-kakeya-ignored"] == "x_y, x_priority"
+
+
 @pytest.mark.parametrize("name", ["urgent", "high", "normal", "low", "batch"])
 async def test_each_priority_has_a_name_in_each_place(folder, name):
     model = ToyModel(folder, script="hello world")

@@ -3,10 +3,14 @@ reads it. Needs the model's text, not its weights."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.types import Receive, Scope, Send
 
+from kakeya.backends.request import ChatRequest
 from kakeya.gateway.anthropic.requests import read_chat
-from kakeya.gateway.generation import Generations, client_of
+from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
+from kakeya.gateway.generation import Generations
 from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.receipt import note_left_out
@@ -23,9 +27,14 @@ class CountRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
-        asked = await read_request(scope, receive, generations.limits, read_chat)
+
+        def read(whole: Mapping[str, object]) -> tuple[ChatRequest, CoordinatorFields]:
+            body, fields = take_fields(whole)
+            return read_chat(body), fields
+
+        asked, fields = await read_request(scope, receive, generations.limits, read)
         note_left_out(scope, asked.params.left_out)
-        caller = client_of(scope)
+        caller = fields.named(scope)
         model = generations.find(asked.params.model, caller)
         with generations.admitted(share_of(caller, scope), asked.params.user):
             async with generations.connection(receive, send, model.waits_for) as client:

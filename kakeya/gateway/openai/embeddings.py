@@ -23,8 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument
+from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
 from kakeya.gateway.embeddings import Embedded, EmbeddingInput, Embeddings
-from kakeya.gateway.generation import client_of
 from kakeya.gateway.http.body import refuse, text
 from kakeya.gateway.http.connection import Connection, read_request
 from kakeya.gateway.http.edge import send_json
@@ -152,9 +152,14 @@ class EmbeddingRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         embeddings = self._embeddings
-        asked = await read_request(scope, receive, embeddings.limits, self._parse)
+
+        def read(whole: Mapping[str, object]) -> tuple[EmbeddingRequest, CoordinatorFields]:
+            body, fields = take_fields(whole)
+            return self._parse(body), fields
+
+        asked, fields = await read_request(scope, receive, embeddings.limits, read)
         model = embeddings.find(asked.model)
-        share = share_of(client_of(scope), scope)
+        share = share_of(fields.named(scope), scope)
         with embeddings.admitted(share, asked.user):
             async with Connection(
                 receive,

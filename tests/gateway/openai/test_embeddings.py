@@ -49,8 +49,9 @@ async def test_token_ids_are_taken_as_they_are(folder: Path) -> None:
         made = await create(model="encoder", input=[[5], [7, 8, 9]])
         assert [one.embedding for one in made.data] == [[5, 5, 1], [7, 9, 3]]
         assert made.usage.prompt_tokens == 4
-        mixed = {"model": "encoder", "input": ["bread", [4, 5], "paris"]}
-        assert (await served.http.post("/v1/embeddings", json=mixed)).status_code == 200
+        mixed = {"model": "encoder", "input": ["bread", [4, 5], "paris"], "x_client_id": "bob"}
+        answer = await served.http.post("/v1/embeddings", json={**mixed, "x_cooldown": 9})
+        assert (answer.status_code, answer.headers["x-kakeya-ignored"]) == (200, "x_cooldown")
         assert [len(text) for text in model.asked[-1]] == [3, 2, 3]
 
 
