@@ -115,6 +115,8 @@ class Engines:
         engines = [spec for spec in specs if not spec.is_ngram]
         self.sources = {spec.model_id: resolve(spec) for spec in engines}
         """Model id -> its folder or Hugging Face id, for models with an engine."""
+        for spec in engines:
+            spec.manifest.check_options(spec.model_id, spec.backend, known=())
         self._commands = {
             spec.model_id: command(spec, self.sources[spec.model_id]) for spec in engines
         }

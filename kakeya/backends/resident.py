@@ -45,6 +45,7 @@ from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame, Usage
+from kakeya.generation.manifest import Category
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
@@ -103,6 +104,8 @@ class ResidentModel:
         self._is_settled = False
         self._rests = False
         self._ending: EngineBackend | None = None
+        self.manifest = spec.manifest
+        """What its owner says of it at this moment."""
         self.backend: EngineBackend | None = None
         """The live engine; None while the model is not in memory."""
         self.prefixes: NodePrefixes | None = None
@@ -121,6 +124,11 @@ class ResidentModel:
     def role(self) -> ModelRole:
         """The role for which the model is served."""
         return self._spec.role
+
+    @property
+    def category(self) -> Category:
+        """The kind of the model's work."""
+        return self._spec.category
 
     @property
     def capability(self) -> str:
@@ -400,6 +408,7 @@ class ResidentModel:
         Waits for the model's `patience_s` if the terms have no deadline. Raises as `decode`.
         """
         self._refuse_failed()
+        terms = replace(terms, may_displace_text=self.manifest.may_displace_text)
         if terms.timeout_s == FOREVER:
             terms = replace(terms, timeout_s=self._patience_s)
         try:

@@ -24,20 +24,21 @@ from kakeya.config.reader import (
 )
 from kakeya.core.errors import ConfigError
 from kakeya.core.folders import default_folder
-from kakeya.core.settings import folder, label, nearest, one_of, setting, switch, text
+from kakeya.core.settings import Illegal, folder, label, nearest, one_of, setting, switch, text
 from kakeya.core.units import KIB, MIB
 from kakeya.dispatch.tasks import TaskSpec, check_tasks
 from kakeya.fleet.cards.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.fleet.config import FleetConfig
 from kakeya.gateway.config import HttpConfig
-from kakeya.generation.config import ModelsConfig
+from kakeya.generation.config import ModelsConfig, ModelTable
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.config import MemoryConfig
 from kakeya.prefix.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S, PrecacheConfig
 from kakeya.sessions.config import SessionConfig
+from kakeya.text.template import check_template
 from kakeya.wire.server.config import ListenConfig
 
-_TABLES = ("tasks",)
+_TABLES = ("models", "tasks")
 """Sections whose tables have names: [tasks.NAME]."""
 _OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID", "KAKEYA_API_KEY"}
@@ -121,7 +122,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
     )
     config = read_part(NodeConfig, "node", sources)
     _check(config)
-    models = config.chosen.specs()
+    models = _models(config, sources)
     return replace(
         config,
         precache=replace(
@@ -144,6 +145,30 @@ def read_tasks(config: NodeConfig) -> Mapping[str, TaskSpec]:
     file = read_file(SETTINGS.values(), path, _TABLES)
     sources = Sources(flags={}, environ={}, file=file, file_name=str(path), usual={})
     return _tasks(sources, config.models)
+
+
+def _models(config: NodeConfig, sources: Sources) -> tuple[ModelSpec, ...]:
+    models = config.chosen.specs(read_tables(ModelTable, "models", sources))
+    memory, stated = config.memory, dict(config.memory.stated_bytes)
+    for one in models:
+        said, where = one.manifest, f"{sources.file_name}: models.{one.model_id}"
+        if said.pin is False and one.model_id in memory.pinned:
+            raise ConfigError(f"{where}.pin is false, and memory.pinned names it; leave one out")
+        size = stated.get(one.model_id, said.size_bytes)
+        if said.size_bytes not in (None, size):
+            raise ConfigError(f"{where}.size_mb and memory.sizes_mb differ; leave one out")
+        most_s = memory.unload_after_s
+        if most_s is not None and (said.stay_warm_s or 0) > most_s:
+            raise ConfigError(
+                f"{where}.stay_warm_s is {said.stay_warm_s:g} s, more than memory.unload_after_s, "
+                f"{most_s:g} s; a model cannot leave while it is kept warm"
+            )
+        if said.template is not None:
+            try:
+                check_template(said.template.source)
+            except Illegal as wrong:
+                raise ConfigError(f"{where}.template: {wrong}") from wrong
+    return models
 
 
 def _tasks(sources: Sources, models: Sequence[ModelSpec]) -> Mapping[str, TaskSpec]:

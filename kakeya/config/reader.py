@@ -119,8 +119,8 @@ def read_tables(part: type[Part], section: str, sources: Sources) -> dict[str, P
 def read_file(
     settings: Iterable[Setting[object]], path: Path, tables: Collection[str] = ()
 ) -> dict[str, object]:
-    """Read a TOML file into `section.key` -> value; sections of `tables` stay whole, for
-    `read_tables`. Raises ConfigError."""
+    """Read a TOML file into `section.key` -> value; tables within sections of `tables` stay whole,
+    under the section's name, for `read_tables`. Raises ConfigError."""
     try:
         tree = tomllib.loads(path.read_text("utf-8"))
     except OSError as problem:
@@ -130,10 +130,22 @@ def read_file(
         raise ConfigError(f"{path}: not a TOML file: {problem}") from problem
     known = [setting.key for setting in settings]
     flat: dict[str, object] = {}
-    whole = {section: tree.pop(section) for section in tables if section in tree}
+    whole: dict[str, object] = {}
+    for section in tables:
+        content = tree.get(section)
+        if not any(key.startswith(f"{section}.") for key in known):  # it has tables alone
+            whole |= {section: tree.pop(section)} if section in tree else {}
+        elif isinstance(content, dict):
+            names = [
+                name
+                for name, one in content.items()
+                if isinstance(one, dict) and f"{section}.{name}" not in known
+            ]
+            whole[section] = {name: content.pop(name) for name in names}
     for section, content in tree.items():
         if not isinstance(content, dict):
-            raise ConfigError(f"{path}: unknown key {section}{nearest(section, [*known, *tables])}")
+            others = {*known, *tables} - {section}
+            raise ConfigError(f"{path}: unknown key {section}{nearest(section, others)}")
         flat |= {f"{section}.{key}": value for key, value in content.items()}
     _check_keys(flat, [*known, *tables], str(path))
     return flat | whole

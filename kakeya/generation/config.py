@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from kakeya.core.errors import ConfigError
-from kakeya.core.settings import Several, number, one_of, setting, whole
-from kakeya.generation.spec import ModelSpec, parse_model, parse_proposer
+from kakeya.core.settings import (
+    Illegal,
+    Several,
+    nearest,
+    number,
+    one_of,
+    setting,
+    text,
+    whole,
+)
+from kakeya.generation.manifest import Category, Manifest
+from kakeya.generation.spec import (
+    ModelRole,
+    ModelSpec,
+    named_model,
+    parse_model,
+    parse_proposer,
+)
 
 WAIT_S = 120.0
 """How long a request without a deadline waits for its model, where no setting says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTable(Manifest):
+    """A table [models.NAME]: a manifest, and where the model is if no list says it."""
+
+    path: str = setting("the model: a name, a folder or a Hugging Face id", text, "")
+    role: ModelRole | None = setting("its use (verifier)", one_of(*ModelRole), None)
+
+    @property
+    def usual_role(self) -> ModelRole:
+        """The role of its model where no list says one."""
+        is_embedder = self.category is Category.EMBEDDING
+        return self.role or (ModelRole.EMBEDDER if is_embedder else ModelRole.VERIFIER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +88,16 @@ class ModelsConfig:
         key="models.wait_s",
     )
 
-    def specs(self) -> tuple[ModelSpec, ...]:
-        """List all models. Raises ConfigError if a model id occurs twice."""
+    def specs(
+        self, tables: Mapping[str, ModelTable] = MappingProxyType({})
+    ) -> tuple[ModelSpec, ...]:
+        """List all models, those that have a table alone behind those of `serve`, each with its
+        table as its manifest. Raises ConfigError if a model id occurs twice, or a table and a list
+        differ."""
+        named = tuple(self._named_by(tables))
         seen: dict[str, ModelSpec] = {}
         embedded = (parse_model("kakeya-tiny"), parse_proposer("ngram"))
-        for spec in self.serve + self.proposers or embedded:
+        for spec in (*self.serve, *named, *self.proposers) or embedded:
             other = seen.setdefault(spec.model_id, spec)
             if other is not spec:
                 raise ConfigError(
@@ -67,4 +105,41 @@ class ModelsConfig:
                     f"{spec.source} ({spec.role}); one node serves a model id once: give one of "
                     f"them another name, NAME={spec.source}"
                 )
+        for name, table in tables.items():
+            if name not in seen or seen[name].is_ngram:
+                raise ConfigError(
+                    f"models.{name} has no path, and no model that is served has this name"
+                    f"{nearest(name, seen)}"
+                )
+            seen[name] = _with_table(seen[name], table)
         return tuple(seen.values())
+
+    def _named_by(self, tables: Mapping[str, ModelTable]) -> Iterator[ModelSpec]:
+        """The models that have a table and stand in no list."""
+        listed = {spec.model_id for spec in self.serve + self.proposers}
+        for name, table in tables.items():
+            if table.path and name not in listed:
+                try:
+                    yield named_model(name, table.path, table.usual_role)
+                except Illegal as wrong:
+                    raise ConfigError(f"models.{name}: {wrong}") from wrong
+
+
+def _with_table(spec: ModelSpec, table: ModelTable) -> ModelSpec:
+    where = f"models.{spec.model_id}"
+    listed = "models.proposers" if spec.role is ModelRole.PROPOSER else "models.serve"
+    if table.path and Path(table.path).absolute() != Path(spec.source).absolute():
+        raise ConfigError(
+            f"{where}.path is {table.path!r}, and {listed} says {spec.source!r}; leave one out"
+        )
+    if table.role is not None and table.role is not spec.role:
+        raise ConfigError(
+            f"{where}.role is {table.role}, and {listed} says {spec.role}; leave one out"
+        )
+    is_encoding = table.category is Category.EMBEDDING
+    if table.category is not None and is_encoding != (spec.role is ModelRole.EMBEDDER):
+        raise ConfigError(
+            f"{where}.category is {table.category}, which is no work of its role, {spec.role}; "
+            "leave one out"
+        )
+    return replace(spec, manifest=table)

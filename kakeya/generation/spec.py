@@ -19,6 +19,7 @@ from pathlib import Path
 from kakeya.core.errors import ConfigError
 from kakeya.core.ids import NGRAM
 from kakeya.core.settings import Illegal
+from kakeya.generation.manifest import NO_MANIFEST, Category, Manifest
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "models"
 EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft", "kakeya-tiny-tools")
@@ -38,11 +39,24 @@ class ModelRole(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model to serve: the name that callers use, its source as configured, and its role."""
+    """One model to serve: the name that callers use, its source as configured, its role, and its
+    manifest as the node was started with it."""
 
     model_id: str
     source: str
     role: ModelRole
+    manifest: Manifest = NO_MANIFEST
+
+    @property
+    def category(self) -> Category:
+        """The kind of its work."""
+        usual = Category.EMBEDDING if self.role is ModelRole.EMBEDDER else Category.TEXT
+        return self.manifest.category or usual
+
+    @property
+    def backend(self) -> str:
+        """The name of what runs it."""
+        return self.manifest.backend or "mlx"
 
     @property
     def is_ngram(self) -> bool:
@@ -62,6 +76,13 @@ def parse_model(raw: object) -> ModelSpec:
 def parse_proposer(raw: object) -> ModelSpec:
     """Read ngram or [NAME=]ID_OR_PATH. Raises Illegal."""
     return _spec(*_split_name(_text(raw)), ModelRole.PROPOSER)
+
+
+def named_model(name: str, source: str, role: ModelRole) -> ModelSpec:
+    """The model of a table [models.NAME]. Raises Illegal."""
+    if not _NAME.match(name) or NGRAM in (name, source):
+        raise Illegal(f"{name!r} names no model; a name has letters, digits, and . _ - /")
+    return _spec(name, source, role)
 
 
 def resolve(spec: ModelSpec) -> str:

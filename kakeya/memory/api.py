@@ -190,6 +190,12 @@ class MemoryArbiter:
         key = ResidentKey(capability, model_key)
         self._arbiter.keep_warm(key, self._clock.mono() + seconds)
 
+    def renew_warmth(self, capability: str, model_key: str) -> None:
+        """Give a loaded model the warmth that its capability says at this moment."""
+        key = self._key(capability, model_key)
+        warmth = self._capabilities[capability].warmth_of(model_key)
+        self._keeper.take(self._arbiter.set_warmth(key, warmth, self._clock.mono()))
+
     def unload(self, capability: str, model_key: str) -> None:
         """Begin to unload. Raises NotFound, and Conflict while it is in use."""
         key = ResidentKey(capability, model_key)

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import Illegal, Several, megabytes, none_if_zero, number, setting, text
+from kakeya.generation.manifest import MOST_MB, MOST_WARM_S, Category, Manifest
 from kakeya.memory.arbiter.policy import RESERVE_BYTES
-from kakeya.memory.arbiter.resident import TEXT_TARGET
+from kakeya.memory.arbiter.resident import TEXT_TARGET, VISION, Warmth
 from kakeya.memory.leases.place import VARIABLE, lease_store_url
 
-_MOST_MB = 64 * 1024 * 1024
-_WEEK_S = 7 * 86400
+_STAY_WARM_S = {Category.VISION: VISION.stay_warm_s, Category.DIFFUSION: 900.0}
+"""Of categories that do not stay as `stay_warm_s` says."""
 
 
 def _model_size(raw: object) -> tuple[str, int]:
     model_id, equals, size_mb = text(raw).rpartition("=")
     if not equals or not model_id:
         raise Illegal(f"{raw!r} does not state the size of a model; give MODEL=MB")
-    return model_id, megabytes(1, _MOST_MB)(size_mb)
+    return model_id, megabytes(1, MOST_MB)(size_mb)
 
 
 def _lease_store(raw: object) -> str:
@@ -35,7 +36,7 @@ class MemoryConfig:
     budget_bytes: int | None = setting(
         "the most memory for all models of this node together (0: the machine's memory less a "
         "reserve)",
-        none_if_zero(megabytes(0, _MOST_MB)),
+        none_if_zero(megabytes(0, MOST_MB)),
         None,
         argument="MB",
         flag="--memory-budget",
@@ -48,12 +49,12 @@ class MemoryConfig:
     )
     stay_warm_s: float = setting(
         "for so long after its last use a model goes only for a more urgent or a long wait",
-        number(0, _WEEK_S, "seconds"),
+        number(0, MOST_WARM_S, "seconds"),
         TEXT_TARGET.stay_warm_s,
     )
     unload_after_s: float | None = setting(
         "a model unused for so long goes although no other needs the room; 0: it stays",
-        none_if_zero(number(0, _WEEK_S, "seconds")),
+        none_if_zero(number(0, MOST_WARM_S, "seconds")),
         None,
     )
     pinned: tuple[str, ...] = setting("models that always stay", Several(text), ())
@@ -83,3 +84,16 @@ class MemoryConfig:
                 f"memory.stay_warm_s, {self.stay_warm_s:g} s; "
                 "a model cannot leave while it is kept warm"
             )
+
+    def warmth(self, manifest: Manifest, category: Category, *, is_pinned: bool) -> Warmth:
+        """The warmth of a model: as its manifest says, else that of its category."""
+        stay_warm_s = manifest.stay_warm_s
+        if stay_warm_s is None:
+            stay_warm_s = _STAY_WARM_S.get(category, self.stay_warm_s)
+            if self.unload_after_s is not None:
+                stay_warm_s = min(stay_warm_s, self.unload_after_s)
+        return Warmth(
+            stay_warm_s=stay_warm_s,
+            unload_after_s=self.unload_after_s,
+            is_pinned=is_pinned,
+        )

@@ -163,7 +163,7 @@ class NodeMemory:
         self._sizes = await asyncio.to_thread(self._estimate)
         texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
         budget = self.arbiter.status().budget_bytes
-        check_pinned(self._config.pinned, self._sizes, texts, budget)
+        check_pinned(self._pinned(), self._sizes, texts, budget)
         check_named("memory.after_panics", self._config.after_panics, self._sizes)
         self._register()
         self._use_care()
@@ -269,6 +269,11 @@ class NodeMemory:
         return (*self.arbiter.health(), *self._watch.health(), *leases)
 
     def _estimate(self) -> dict[str, LeaseSize]:
+        stated = {
+            model.model_id: size
+            for model in self._models()
+            if (size := model.manifest.size_bytes) is not None
+        }
         sources = {
             model.model_id: (self.engines.sources[model.model_id], model.capability)
             for model in self._models()
@@ -278,12 +283,12 @@ class NodeMemory:
             self.arbiter.status().budget_bytes,
             history=self._history,
             hub=hub_folder(os.environ, Path.home()),
-            stated_bytes=dict(self._config.stated_bytes),
+            stated_bytes=dict(self._config.stated_bytes) | stated,
             platform=sys.platform,
         )
 
     def _register(self) -> None:
-        config, options = self._config, self._care.options()
+        options = self._care.options()
         handler = EngineHandler(
             self.engines,
             self._sizes,
@@ -301,14 +306,21 @@ class NodeMemory:
                     handler=handler,
                     estimate=self._lease_bytes,
                     load_s=partial(self._load_s, name),
-                    warmth=Warmth(
-                        stay_warm_s=config.stay_warm_s, unload_after_s=config.unload_after_s
-                    ),
-                    pinned=frozenset(config.pinned),
+                    own_warmth=self._warmth,
                     concurrency=options.max_running,
                     max_waiting=options.max_waiting,
                 )
             )
+
+    def _pinned(self) -> frozenset[str]:
+        said = (model.model_id for model in self._models() if model.manifest.pin)
+        return frozenset((*self._config.pinned, *said))
+
+    def _warmth(self, model_id: str) -> Warmth:
+        model = self.engines.get(model_id)
+        return self._config.warmth(
+            model.manifest, model.category, is_pinned=model_id in self._pinned()
+        )
 
     def _lease_bytes(self, model_id: str) -> int:
         if model_id not in self._sizes:
@@ -326,7 +338,7 @@ class NodeMemory:
         return tuple(model for role in order for model in self.engines.of_role(role))
 
     async def _preload_all(self) -> None:
-        pinned = self._config.pinned
+        pinned = self._pinned()
         for model in sorted(self._models(), key=lambda one: one.model_id not in pinned):
             await self._preload(model)
 

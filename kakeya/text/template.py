@@ -21,6 +21,7 @@ from enum import StrEnum
 import jinja2
 
 from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.core.settings import Illegal
 from kakeya.text.chat import Chat, Message, in_turns
 from kakeya.text.origin import Traced, TracingEnvironment
 from kakeya.text.tools.calls import functions_of
@@ -256,6 +257,16 @@ class ChatTemplate:
             if not best or _count(shown.values()) > _count(best.values()):
                 best = shown
         return best
+
+
+def check_template(source: str) -> None:
+    """Raise Illegal for a text that is no template."""
+    try:
+        TracingEnvironment().parse(source)
+    except jinja2.TemplateSyntaxError as fault:
+        raise Illegal(
+            f"line {fault.lineno}: {fault.message}; give a jinja2 template of a chat"
+        ) from fault
 
 
 def role_of(message: Message) -> str:

@@ -112,6 +112,8 @@ class Capability:
     load_s: Callable[[str], float | None] = lambda _: None
     warmth: Warmth | None = None
     """None = the role's."""
+    own_warmth: Callable[[str], Warmth | None] = lambda _: None
+    """The warmth of a model by its key, which wins over `warmth` and `pinned`; None = these."""
     pinned: frozenset[str] = frozenset()
     """Models that stay once they are loaded."""
     concurrency: int = 1
@@ -128,5 +130,7 @@ class Capability:
 
     def warmth_of(self, model_key: str) -> Warmth:
         """The warmth of a model where its callers give none."""
+        if own := self.own_warmth(model_key):
+            return own
         warmth = self.warmth or Warmth(stay_warm_s=self.role.stay_warm_s)
         return replace(warmth, is_pinned=True) if model_key in self.pinned else warmth
