@@ -192,9 +192,8 @@ class MemoryArbiter:
 
     def renew_warmth(self, capability: str, model_key: str) -> None:
         """Give a loaded model the warmth that its capability says at this moment."""
-        key = self._key(capability, model_key)
-        warmth = self._capabilities[capability].warmth_of(model_key)
-        self._keeper.take(self._arbiter.set_warmth(key, warmth, self._clock.mono()))
+        ask = self._ask(self._key(capability, model_key), PLAIN, FOREVER)
+        self._keeper.take(self._arbiter.renew_warmth(ask, self._clock.mono()))
 
     def unload(self, capability: str, model_key: str) -> None:
         """Begin to unload. Raises NotFound, and Conflict while it is in use."""

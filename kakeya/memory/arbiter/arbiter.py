@@ -23,14 +23,7 @@ from kakeya.memory.arbiter.plan import ArbiterOutcome, Ask, Grant, Plan, Reason,
 from kakeya.memory.arbiter.planning import DraftOutcome, Planner
 from kakeya.memory.arbiter.policy import PressureLevel, Rules, ShrinkTenant, Tenant
 from kakeya.memory.arbiter.reclaim import Reclaimer
-from kakeya.memory.arbiter.resident import (
-    LeaseId,
-    RequestPriority,
-    Resident,
-    ResidentKey,
-    State,
-    Warmth,
-)
+from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, Resident, ResidentKey, State
 from kakeya.memory.arbiter.tickets import Tickets
 from kakeya.memory.arbiter.wishes import grant_wishes
 
@@ -118,10 +111,10 @@ class Arbiter:
             until_mono = max(until_mono, resident.kept_warm_mono)
             self._ledger.put(replace(resident, kept_warm_mono=until_mono))
 
-    def set_warmth(self, key: ResidentKey, warmth: Warmth, now: float) -> ArbiterOutcome:
-        """Change the warmth of a resident; one that is not there is ignored."""
-        if (resident := self._ledger.find(key)) is not None:
-            self._ledger.put(replace(resident, warmth=warmth))
+    def renew_warmth(self, ask: Ask, now: float) -> ArbiterOutcome:
+        """Give a resident the warmth of an ask; one that is not there is ignored."""
+        if (resident := self._ledger.find(ask.key)) is not None:
+            self._ledger.put(replace(resident, warmth=ask.warmth))
         return self.settle(now)
 
     def unload(self, key: ResidentKey, now: float) -> ArbiterOutcome:
