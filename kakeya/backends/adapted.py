@@ -10,6 +10,7 @@ from kakeya.backends.resident import ResidentModel
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.waiting import RequestWait
 
 
 class AdaptedModel:
@@ -47,7 +48,7 @@ class AdaptedModel:
         """The folder of the base."""
         return self._base.folder
 
-    def waits_for(self) -> str:
+    def waits_for(self) -> RequestWait | None:
         """See `ServedModel`."""
         return self._base.waits_for()
 

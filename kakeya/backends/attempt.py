@@ -12,60 +12,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
-from enum import StrEnum
-from typing import Protocol
 
 from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends import endings
+from kakeya.backends.attempted import AttemptedModel, wait_of
 from kakeya.backends.engine.life import Engine, EngineLife
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.continuation import Continuation
-from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Done, Frame, Usage
 from kakeya.generation.kv import KvOffer
-from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.request import DecodeRequest
+from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.prefix.request.exchange import PrefixExchange
 
 _log = logging.getLogger(__name__)
-
-
-class AttemptStage(StrEnum):
-    """The resource for which a generation waits."""
-
-    ADAPTER = "adapter"
-    PREFIX = "prefix"  # another request computes the prefix, or its blocks are on their way
-    MEMORY = "memory"
-    PLACE = "place"
-    ENGINE = "engine"
-
-
-class AttemptedModel(Protocol):
-    """A model that lends its engine: `ResidentModel`, or `EngineBackend` itself."""
-
-    @property
-    def model_id(self) -> str:
-        """The id that callers use."""
-        ...
-
-    @property
-    def facts(self) -> ModelFacts | None:
-        """The facts from its last engine."""
-        ...
-
-    async def ready(
-        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
-    ) -> ModelFacts:
-        """Wait until the model serves."""
-        ...
-
-    def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[EngineLife]:
-        """Hold the model in memory for a request; load it if needed."""
-        ...
 
 
 class Attempt:
@@ -96,8 +61,11 @@ class Attempt:
         self._use: AdapterUse | None = None
         self._exchange: PrefixExchange | None = None
         self._exchanged = ""
-        self.waits_for: AttemptStage | None = None
+        self.waits_for: WaitReason | None = None
         """None while an engine works."""
+        self._teller = request.wait
+        if self._teller is not None:
+            self._teller.ask = self._wait
 
     async def frames(self) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last, after all resources are given back.
@@ -133,21 +101,27 @@ class Attempt:
         self._on_usage(ending.usage)
         yield ending
 
+    def _wait(self) -> RequestWait | None:
+        """For what the generation waits; None once its answer has begun."""
+        if self._job.has_begun or self._teller is None:
+            return None
+        return wait_of(self._model, self.waits_for, self._teller.place)
+
     async def _hold(self, held: AsyncExitStack) -> EngineLife:
         """Take the resources of a generation in order; `waits_for` names the current one."""
         if self._wish is not None:
-            self.waits_for = AttemptStage.ADAPTER
+            self.waits_for = WaitReason.ADAPTER
             self._use = held.enter_context(await self._adapter(self._wish))
         rest = replace(self._rest(), kv=self._request.kv)
         if self._exchange is None or self._exchanged != rest.adapter_id:
             self._exchange, self._exchanged = self._make_exchange(rest), rest.adapter_id
         if self._exchange is not None:
-            self.waits_for = AttemptStage.PREFIX
+            self.waits_for = WaitReason.PREFIX
             held.enter_context(self._exchange)
             await self._exchange.approach(rest.deadline_s)
-        self.waits_for = AttemptStage.MEMORY
+        self.waits_for = WaitReason.MEMORY
         source = await held.enter_async_context(self._model.lend_for(self._rest()))
-        self.waits_for = AttemptStage.PLACE
+        self.waits_for = WaitReason.HELD
         await held.enter_async_context(source.gate.turn(rest.client, rest.user))
         self._source = source
         return source
@@ -162,7 +136,9 @@ class Attempt:
 
     async def _engine(self, source: EngineLife) -> Engine:
         """Wait for an engine, at most until the request's deadline."""
-        self.waits_for = AttemptStage.ENGINE
+        self.waits_for = WaitReason.RESTART
+        if self._teller is not None:
+            self._teller.place = None
         left_s, most_s = self._rest().deadline_s, source.options.resume_timeout_s
         patience_s = most_s if left_s is None else min(left_s, most_s)
         return await source.serving(patience_s, other_than=self._lost)
@@ -173,7 +149,7 @@ class Attempt:
         kv, offer = self._rest().kv, KvOffer()
         try:
             if kv is not None:
-                self.waits_for = AttemptStage.PREFIX
+                self.waits_for = WaitReason.PREFIX
                 offer = await kv.offer(self._rest().token_ids, engine.pid)
             self.waits_for = None
             async with aclosing(engine.decode(self._rest(), offer)) as frames:

@@ -40,7 +40,6 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.figures import Json
-from kakeya.core.units import ordinal
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
@@ -48,6 +47,7 @@ from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.manifest import Category
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
+from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
@@ -167,13 +167,15 @@ class ResidentModel:
             return found if found.is_dir() else None
         return None
 
-    def waits_for(self) -> str:
+    def waits_for(self) -> RequestWait | None:
         """See `ServedModel`."""
         if self.backend is not None and (load := self.backend.waits_for()):
             left_s = self._memory.load_left_s(self.capability, self.model_id)
-            return f"{load}, about {left_s:.0f} s" if left_s >= 1 else load
+            return replace(load, seconds=left_s or None)
         place = self._memory.place_of(self.capability, self.model_id)
-        return "" if place is None else f"{ordinal(place)} for memory, {self.model_id}"
+        if place is None:
+            return None
+        return RequestWait(reason=WaitReason.MEMORY, model_id=self.model_id, position=place)
 
     def load_status(self, now_mono: float) -> Json | None:
         """Return how far the load of the model is, as JSON; None while it does not load."""
@@ -451,7 +453,7 @@ class ResidentModel:
             return await way
         except ModelLoading as late:
             if waits := self.waits_for():
-                late.message += f" ({waits})"
+                late.message += f" ({waits.describe()})"
             raise
         finally:
             self._asking -= 1

@@ -83,6 +83,7 @@ def _write_status(status: Json, console: Console) -> None:
     for warning in warnings if isinstance(warnings, list) else ():
         console.print(f"[yellow]warning[/yellow]  {escape(str(warning))}", highlight=False)
     console.print(_models(_objects(status, "models")))
+    _show_requests(_objects(status, "requests"), console)
     nodes = _objects(fleet, "nodes")
     is_wide = console.width >= _WIDE or not console.is_terminal
     console.print(_nodes(nodes) if is_wide else _short_nodes(nodes))
@@ -90,6 +91,19 @@ def _write_status(status: Json, console: Console) -> None:
     _show_adapters(_object(status, "adapters"), console)
     _show_prefixes(_object(status, "prefixes"), console)
     _show_precache(_object(status, "precache"), console)
+
+
+def _show_requests(requests: Sequence[Json], console: Console) -> None:
+    """Print the requests that wait, those of one reason and model in one line."""
+    waits: dict[tuple[object, object], list[Json]] = {}
+    for one in requests:
+        wait = _object(one, "waits_for")
+        waits.setdefault((wait.get("reason"), one.get("model")), []).append(wait)
+    for (reason, _), alike in waits.items():
+        if reason is None:
+            continue
+        more = f", and {len(alike) - 1} more" if len(alike) > 1 else ""
+        console.print(f"waits  {alike[0].get('says')}{more}", highlight=False, markup=False)
 
 
 def _show_adapters(adapters: Json, console: Console) -> None:

@@ -9,6 +9,12 @@ _WAITS = ("load", "render", "queue", "prefill", "decode", "total")
 
 def explanation(found: Mapping[str, object]) -> Iterator[str]:
     """The lines for a person, of an answer of /api/v1/requests/{id}."""
+    if "state" in found:
+        yield f"{found['id']} to {found['model']} is {found['state']}, for {found['seconds']} s now"
+        wait = found.get("waits_for")
+        if isinstance(wait, dict):
+            yield f"  waits    {wait['says']}"
+        return
     yield f"{found['id']} of {found['model']}"
     yield (
         f"  prompt   {found['prompt_tokens']} tokens: {found['cached_tokens']} cached, "

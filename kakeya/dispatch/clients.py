@@ -16,9 +16,12 @@ from dataclasses import dataclass
 
 from kakeya.core.errors import Refused
 from kakeya.core.figures import Json
+from kakeya.generation.waiting import WaitTeller
 
 MOST_CLIENTS = 1024
 FORGET_S = 3600.0
+ID_CHARS = 24
+"""At the end of a request's id: the same with any prefix."""
 MOST_COOLDOWN_S = 600.0
 """The longest cooldown; shorter than `FORGET_S`, so that none is forgotten before its end."""
 
@@ -43,11 +46,25 @@ class _Client:
         return not (self.waiting or self.running)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLabel:
+    """What is told of a request while it is here; `wait` tells for what it waits."""
+
+    request_id: str
+    model_id: str
+    priority: str
+    wait: WaitTeller
+
+
 class ClientRequest:
     """One request of a client, which waits until its answer begins."""
 
-    def __init__(self, client: _Client, cooldown_s: float) -> None:
+    def __init__(
+        self, client: _Client, cooldown_s: float, label: RequestLabel | None, now: float
+    ) -> None:
         self._client = client
+        self._began_mono = now
+        self.label = label
         self.cooldown_s = cooldown_s
         """Seconds of cooldown after it, if its answer began."""
         self.has_begun = False
@@ -60,6 +77,21 @@ class ClientRequest:
             self.has_begun = True
             self._client.waiting -= 1
             self._client.running += 1
+
+    def as_json(self, now: float) -> Json:
+        """For status and `kakeya explain`."""
+        label = self.label
+        if label is None:
+            return {}
+        wait = None if self.has_begun else label.wait.ask()
+        return {
+            "id": label.request_id,
+            "model": label.model_id,
+            "priority": label.priority,
+            "state": "answering" if self.has_begun else "waiting",
+            "seconds": round(now - self._began_mono, 1),
+            "waits_for": wait and wait.as_json(),
+        }
 
     def end(self, now: float) -> None:
         """Note that it has ended."""
@@ -80,12 +112,19 @@ class Clients:
         self._mono = mono
         self._clients: OrderedDict[tuple[str, str], _Client] = OrderedDict()
         """The one whose last request is oldest stands first."""
+        self._inside: dict[str, tuple[str, str, ClientRequest]] = {}
+        """The requests that are here, with client and user, by the end of their id."""
 
     @contextmanager
     def request(
-        self, client: str, user: str = "", cooldown_s: float = 0.0
+        self,
+        client: str,
+        user: str = "",
+        cooldown_s: float = 0.0,
+        label: RequestLabel | None = None,
     ) -> Iterator[ClientRequest]:
-        """Count a request for the `with`. Raises CoolingDown while the client is to stay away."""
+        """Count a request for the `with`; one with a label can be looked at meanwhile. Raises
+        CoolingDown while the client is to stay away."""
         now = self._mono()
         found = self._find((client, user), now)
         left_s = found.cooldown_mono - now
@@ -96,12 +135,30 @@ class Clients:
                 "again then",
                 retry_after_s=left_s,
             )
-        request = ClientRequest(found, min(cooldown_s, MOST_COOLDOWN_S))
+        request = ClientRequest(found, min(cooldown_s, MOST_COOLDOWN_S), label, now)
+        name = label.request_id[-ID_CHARS:] if label else ""
+        if name:
+            self._inside[name] = client, user, request
         try:
             yield request
         finally:
+            self._inside.pop(name, None)
             request.end(self._mono())
             self._clients.move_to_end((client, user))
+
+    def find(self, request_id: str) -> tuple[str, Json] | None:
+        """A request that is here, by its id with any prefix: its client, and what is told of it."""
+        found = self._inside.get(request_id[-ID_CHARS:])
+        return None if found is None else (found[0], found[2].as_json(self._mono()))
+
+    def waiting(self) -> Sequence[Json]:
+        """The requests with a label whose answers have not begun, the oldest first."""
+        now = self._mono()
+        return [
+            {"client": client, "user": user, **request.as_json(now)}
+            for client, user, request in self._inside.values()
+            if not request.has_begun
+        ]
 
     def _find(self, name: tuple[str, str], now: float) -> _Client:
         found = self._clients.setdefault(name, _Client())

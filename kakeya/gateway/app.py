@@ -158,7 +158,10 @@ def build_app(
         BodyRoute("/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING),
         *ollama_routes(directory, generations, embeddings, clock, abilities),
         BodyRoute("/v1/precache", PrecacheRoute(generations, precache, texts), PRECACHE),
-        Route("/api/v1/requests/{request_id}", ExplainRoute(generations.recent, texts).answer),
+        Route(
+            "/api/v1/requests/{request_id}",
+            ExplainRoute(generations.recent, generations.clients, texts).answer,
+        ),
         *ConfigRoute(tasks, limits).routes(),
         *(job_routes(jobs, capabilities, generations) if jobs is not None else ()),
         *gateway.routes(),

@@ -2,8 +2,9 @@
 
 The prompt is compared with that of the conversation's turn before, or with the one that is most
 alike. The first token at which it left what was cached is named, with the text around it; then what
-was moved, and the waits. A record is shown to the client that sent the request, to keys of role
-admin, and to callers on the node's own machine.
+was moved, and the waits. Of a request that has not ended, it is told for what it waits. A record is
+shown to the client that sent the request, to keys of role admin, and to callers on the node's own
+machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from starlette.types import Scope
 
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.units import unpack_ids
+from kakeya.dispatch.clients import Clients
 from kakeya.gateway.generation import client_of
 from kakeya.gateway.http.authorization import sees_all
 from kakeya.gateway.openai.share_params import share_of
@@ -35,15 +37,19 @@ class RequestUnknown(NotFound):
 class ExplainRoute:
     """The endpoint."""
 
-    def __init__(self, recent: RecentRequests, texts: Texts) -> None:
+    def __init__(self, recent: RecentRequests, clients: Clients, texts: Texts) -> None:
         self._recent = recent
+        self._clients = clients
         self._texts = texts
 
     async def answer(self, request: Request) -> Response:
         """Explain one request. Raises RequestUnknown."""
         request_id = request.path_params["request_id"]
+        here = self._clients.find(request_id)
+        if here is not None and _may_see(request.scope, here[0]):
+            return JSONResponse({"object": "request", **here[1]})
         record = self._recent.find(request_id)
-        if record is None or not _may_see(request.scope, record):
+        if record is None or not _may_see(request.scope, record.owner):
             raise RequestUnknown(
                 f"no request {request_id[:80]!r} of this client has ended here lately; its id is "
                 "the header x-request-id of its answer"
@@ -166,8 +172,8 @@ def _around(
     return found
 
 
-def _may_see(scope: Scope, record: RequestRecord) -> bool:
-    return sees_all(scope) or share_of(client_of(scope), scope) == record.owner
+def _may_see(scope: Scope, owner: str) -> bool:
+    return sees_all(scope) or share_of(client_of(scope), scope) == owner
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -12,7 +12,6 @@ import functools
 import random
 from collections.abc import (
     AsyncGenerator,
-    Callable,
     Iterator,
     Sequence,
 )
@@ -63,6 +62,7 @@ from kakeya.generation.frames import Tokens
 from kakeya.generation.model import DraftRouter, ModelDirectory, ServedModel
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
+from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.names.keys import resolve_key
 from kakeya.prefix.seam import Precache, PrefixClaim
 from kakeya.text.bound import TooManyTokens
@@ -124,18 +124,17 @@ class Generations:
         self,
         receive: Receive,
         send: Send,
-        waits_for: Callable[[], str],
+        wait: WaitTeller | None = None,
         stream: StreamForm | None = None,
     ) -> Connection:
-        """Watch over one client; `waits_for` as `ServedModel.waits_for`, `stream` as for a
-        `Connection`."""
+        """Watch over one client; `wait` tells for what it waits, `stream` as for a `Connection`."""
         return Connection(
             receive,
             send,
             stream=stream,
             clock=self._clock,
             limits=self.limits,
-            waits_for=waits_for,
+            waits_for=wait.describe if wait else lambda: "",
         )
 
     def find(self, model_id: str, client: str = "") -> ServedModel:
@@ -211,7 +210,7 @@ class Generations:
         return replace(asked, chat=replace(chat, plain_tools=is_plain))
 
     async def prepare(
-        self, reply: Reply, asked: Request, model: ServedModel, scope: Scope
+        self, reply: Reply, asked: Request, model: ServedModel, scope: Scope, wait: WaitTeller
     ) -> Sequence[HttpGeneration]:
         """Wait for the model, write the prompts in ids, check what only the model can tell, and
         set the head of the reply. Returns a generation for each answer to `asked`, the reply's
@@ -246,6 +245,8 @@ class Generations:
             for row in range(asked.params.rows):
                 kv_key = "" if jobs else self._precache.kv_key(claim)
                 request = self._decode_request(asked, written, text, claim, scope, row, kv_key)
+                if not jobs:  # the others begin with it
+                    request = replace(request, wait=wait)
                 jobs.append(
                     HttpGeneration(
                         model=model,

@@ -68,7 +68,7 @@ class JobRoute:
         job = self._jobs.find(job_id, owner)
         if wait_s and not job.state.is_end:
             # Watched: for a client that leaves, nothing is waited for.
-            async with self._generations.connection(receive, send, str) as connection:
+            async with self._generations.connection(receive, send) as connection:
                 job = await self._jobs.ended(job_id, owner, wait_s)
                 connection.finish()
         await send_json(send, 200, job_body(job))
@@ -98,7 +98,7 @@ class CapabilityRoute:
                 await self._jobs.kept()
                 await send_json(send, 202, job_body(job), {"location": f"{_JOBS}/{job.job_id}"})
                 return
-            async with self._generations.connection(receive, send, str) as connection:
+            async with self._generations.connection(receive, send) as connection:
                 use.begin()
                 result = await self._capabilities.run(call)
                 connection.finish()

@@ -37,6 +37,7 @@ from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openai.tools import TOOLS
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.model import ServedModel
+from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix, resolve_key
 from kakeya.prefix.seam import (
     CacheUse,
@@ -135,7 +136,9 @@ class PrecacheRoute:
         client = client_of(scope)
         model = generations.find(asked.model, client)
         with generations.admitted(share_of(client, scope)):
-            async with generations.connection(receive, send, model.waits_for) as connection:
+            async with generations.connection(
+                receive, send, WaitTeller(model.waits_for)
+            ) as connection:
                 report = await self._warm(asked, model, client)
                 connection.finish()
         await send_json(send, 200, compact(_answer(asked, model, report)))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kakeya.core.units import pack_ids
+from kakeya.dispatch.clients import ID_CHARS
 from kakeya.dispatch.tasks import TaskChoice
 from kakeya.text.cuts_of_chat import common_tokens
 
@@ -19,8 +20,6 @@ MOST_RECORDS = 256
 MOST_TOKENS = 1 << 20
 """4 MB of ids."""
 TOKEN_BYTES = 4
-_LETTERS = 24
-"""At the end of a request's id: the same with any prefix."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,7 +70,7 @@ class RecentRequests:
     def add(self, record: RequestRecord, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Keep the record of a request that has ended."""
         record.prompt, record.answer = pack_ids(prompt), pack_ids(answer)
-        self._records[record.request_id[-_LETTERS:]] = record
+        self._records[record.request_id[-ID_CHARS:]] = record
         self._bytes += len(record.prompt) + len(record.answer)
         while len(self._records) > MOST_RECORDS or (
             self._bytes > MOST_TOKENS * TOKEN_BYTES and len(self._records) > 1
@@ -81,7 +80,7 @@ class RecentRequests:
 
     def find(self, request_id: str) -> RequestRecord | None:
         """The record of a request, by its id with any prefix."""
-        return self._records.get(request_id[-_LETTERS:])
+        return self._records.get(request_id[-ID_CHARS:])
 
     def nearest(self, record: RequestRecord) -> tuple[RequestRecord, int] | None:
         """The earlier request of the same client and model to compare a request with, and how many

@@ -10,17 +10,19 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import KakeyaError
-from kakeya.dispatch.clients import ClientRequest
+from kakeya.dispatch.clients import ClientRequest, RequestLabel
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
 from kakeya.gateway.generation import Generations, HttpGeneration, client_of
 from kakeya.gateway.http.connection import Connection, read_request
 from kakeya.gateway.http.edge import send_json, stopping
 from kakeya.gateway.http.receipt import note_left_out, note_task
+from kakeya.gateway.http.request_ids import request_id
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.reply import Dialect, Reply
 from kakeya.gateway.session_hint import session_of
+from kakeya.generation.waiting import WaitTeller
 from kakeya.text.tools.answer import Part
 
 
@@ -48,15 +50,21 @@ class GenerationRoute:
         if choice is not None:
             note_task(scope, choice)
             asked = fields.under_task(asked, choice.spec, scope)
-        params = asked.params
+        params, wait = asked.params, WaitTeller(model.waits_for)
+        label = RequestLabel(
+            request_id=request_id(scope),
+            model_id=model.model_id,
+            priority=params.priority.name.lower(),
+            wait=wait,
+        )
         with (
-            generations.clients.request(share, params.user, params.cooldown_s) as use,
+            generations.clients.request(share, params.user, params.cooldown_s, label) as use,
             generations.admitted(share, params.user),
         ):
             async with generations.connection(
-                receive, send, model.waits_for, reply if params.stream else None
+                receive, send, wait, reply if params.stream else None
             ) as client:
-                prepared = generations.prepare(reply, asked, model, scope)
+                prepared = generations.prepare(reply, asked, model, scope, wait)
                 if params.stream:
                     await self._stream(reply, prepared, client, use)
                 else:

@@ -26,6 +26,7 @@ from kakeya.generation.frames import (
     KvPark,
     KvWant,
     Progress,
+    QueuePlace,
     SourceUsage,
     StopReason,
     TokenLogprob,
@@ -186,7 +187,7 @@ _REQUEST = _Pair(
             lambda raw: raw - 1 if raw else None,
         ),
     },
-    apart={"sampling", "kv", "kv_retention", "stay_warm_s"},
+    apart={"sampling", "kv", "kv_retention", "stay_warm_s", "wait"},
 )
 _USAGE = _Pair(
     Usage,
@@ -196,6 +197,7 @@ _USAGE = _Pair(
 )
 _PROGRESS = _Pair(Progress, pb.PrefillProgress)
 _WANT = _Pair(KvWant, pb.KvWant)
+_PLACE = _Pair(QueuePlace, pb.QueuePlace)
 _REASONS = {
     StopReason.MAX_TOKENS: pb.DecodeDone.REASON_MAX_TOKENS,
     StopReason.STOP_TOKEN: pb.DecodeDone.REASON_STOP_TOKEN,
@@ -290,6 +292,8 @@ def _frame_to_wire(frame: EngineFrame) -> pb.DecodeResponse:
             return pb.DecodeResponse(park=pb.KvPark(lengths=frame.lengths, number=frame.number))
         case KvWant():
             return pb.DecodeResponse(want=_WANT.to_wire(frame))
+        case QueuePlace():
+            return pb.DecodeResponse(place=_PLACE.to_wire(frame))
         case HistoryLogits():
             return pb.DecodeResponse(logits=pb.HistoryLogits(le_f32=frame.logits))
         case Done():
@@ -314,6 +318,8 @@ def _frame_from_wire(response: pb.DecodeResponse) -> EngineFrame | None:
             return KvPark(lengths=tuple(response.park.lengths), number=response.park.number)
         case "want":
             return _WANT.from_wire(response.want)
+        case "place":
+            return _PLACE.from_wire(response.place)
         case "logits":
             return HistoryLogits(logits=response.logits.le_f32)
         case "done":

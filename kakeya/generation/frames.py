@@ -134,6 +134,17 @@ class KvWant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueuePlace:
+    """The place of a generation among those that wait in the engine, from 1; 0 = it waits no more.
+
+    `seconds` are an estimate of the time to its first token.
+    """
+
+    position: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryLogits:
     """The logits behind the history, the same each time: float32, little-endian. Shape: [V]."""
 
@@ -141,4 +152,4 @@ class HistoryLogits:
 
 
 Frame = Progress | Tokens | Done
-EngineFrame = Frame | KvImported | KvExported | KvPark | KvWant | HistoryLogits
+EngineFrame = Frame | KvImported | KvExported | KvPark | KvWant | QueuePlace | HistoryLogits

@@ -10,6 +10,7 @@ from typing import Protocol
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority
+from kakeya.generation.waiting import RequestWait
 
 
 class LoadableModel(Protocol):
@@ -40,9 +41,9 @@ class LoadableModel(Protocol):
         """The folder of the model's files, where it is known without a load; else None."""
         ...
 
-    def waits_for(self) -> str:
-        """What a request waits for before the model serves: its load and how far it is, as
-        "loading X, 41 %, about 3 s", or its place in line, as "2nd for memory, X"; "" = nothing."""
+    def waits_for(self) -> RequestWait | None:
+        """What a request waits for before the model serves: its load, or its turn for memory; None
+        = nothing."""
         ...
 
     async def ready(

@@ -11,6 +11,7 @@ from typing import Literal
 from kakeya.core.errors import InvalidArgument
 from kakeya.generation.kv import LOGIT_BYTES, NO_KV, KvExchange, KvOffer
 from kakeya.generation.retention import Retention
+from kakeya.generation.waiting import WaitTeller
 
 MAX_PROMPT_TOKENS = 128 * 1024
 """Of one call: the most that is checked, copied and computed at one go."""
@@ -156,6 +157,7 @@ class DecodeRequest:
     generated. `top_logprobs` asks for the log probability of each token, and of so many of the most
     likely ones at its place; None = for none. Where `draft_sources` is not empty, the tokens that
     the grammar forces are drafted too. The model stays warm for `stay_warm_s` after it at least.
+    `wait` tells the caller for what it waits.
     """
 
     token_ids: Sequence[int]
@@ -177,6 +179,7 @@ class DecodeRequest:
     prompt_tokens: int = 0
     top_logprobs: int | None = None
     stay_warm_s: float = 0.0
+    wait: WaitTeller | None = None
 
     def after(self, elapsed_s: float) -> DecodeRequest:
         """The same request `elapsed_s` later, with the rest of its deadline."""
@@ -191,8 +194,8 @@ class DecodeJob(DecodeRequest):
 
     The blocks of the offer stay pinned until the first frame. `park_id` names the generation to
     LendPages, 0 = no pages are ever lent for its KV. `after_load` is the number of the adapter load
-    that the generation begins behind, 0 = none. `kv`, `kv_retention` and `stay_warm_s` stay in the
-    agent.
+    that the generation begins behind, 0 = none. `kv`, `kv_retention`, `stay_warm_s` and
+    `wait` stay in the agent.
     """
 
     offer: KvOffer = NO_KV

@@ -44,8 +44,9 @@ class Overview:
 
     def status(self) -> Json:
         """Describe the node, and the fleet in its view."""
-        told = {"clients": self.services.clients.status(), "jobs": self.jobs.status()}
-        return describe(self._view()) | told
+        clients = self.services.clients
+        told = {"clients": clients.status(), "requests": clients.waiting()}
+        return describe(self._view()) | told | {"jobs": self.jobs.status()}
 
     def warnings(self) -> list[str]:
         """List warnings about the node itself, a sentence each."""

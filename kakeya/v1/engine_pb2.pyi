@@ -487,6 +487,7 @@ class DecodeResponse(_message.Message):
     PARK_FIELD_NUMBER: _builtins.int
     LOGITS_FIELD_NUMBER: _builtins.int
     WANT_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     FOLLOWING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___PrefillProgress: ...
@@ -513,6 +514,8 @@ class DecodeResponse(_message.Message):
     @_builtins.property
     def want(self) -> Global___KvWant: ...
     @_builtins.property
+    def place(self) -> Global___QueuePlace: ...
+    @_builtins.property
     def following(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeResponse]:
         """Frames right behind this one, in order, that were there when it left; they have none of their own."""
 
@@ -527,13 +530,14 @@ class DecodeResponse(_message.Message):
         park: Global___KvPark | None = ...,
         logits: Global___HistoryLogits | None = ...,
         want: Global___KvWant | None = ...,
+        place: Global___QueuePlace | None = ...,
         following: _abc.Iterable[Global___DecodeResponse] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "progress", b"progress", "tokens", b"tokens", "want", b"want"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "place", b"place", "progress", b"progress", "tokens", b"tokens", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "following", b"following", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "progress", b"progress", "tokens", b"tokens", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "exported", b"exported", "following", b"following", "frame", b"frame", "imported", b"imported", "logits", b"logits", "park", b"park", "place", b"place", "progress", b"progress", "tokens", b"tokens", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported", "park", "logits", "want"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["progress", "tokens", "done", "imported", "exported", "park", "logits", "want", "place"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -590,11 +594,36 @@ class KvPark(_message.Message):
 Global___KvPark: _TypeAlias = KvPark  # noqa: Y015
 
 @_typing.final
-class KvWant(_message.Message):
+class QueuePlace(_message.Message):
     """The KV bound is too small for what runs and is to run: SetLimits with a larger one is wanted, or
     with the same, where there is no memory now.
+    The place of a generation that waits, told now and then before its first token.
     """
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """From 1; 0 = it waits no more."""
+    seconds: _builtins.float
+    """An estimate of the time to the first token."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuePlace: _TypeAlias = QueuePlace  # noqa: Y015
+
+@_typing.final
+class KvWant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int

@@ -16,6 +16,7 @@ from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.waiting import RequestWait
 
 Decode = Callable[[DecodeRequest, KvOffer], AsyncGenerator[Frame, None]]
 
@@ -61,8 +62,8 @@ class FakeModel:
     def folder(self) -> None:
         return None
 
-    def waits_for(self) -> str:
-        return ""
+    def waits_for(self) -> RequestWait | None:
+        return None
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL

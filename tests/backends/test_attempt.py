@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
-from kakeya.backends.attempt import Attempt, AttemptStage
+from kakeya.backends.attempt import Attempt
 from kakeya.core.errors import MemoryRefused, PeerUnavailable
 from kakeya.generation.frames import Done, Frame, StopReason, Tokens, Usage
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest
+from kakeya.generation.waiting import WaitReason, WaitTeller
 from tests.backends.fake_model import FakeEngine, FakeModel
 from tests.fakes import FakeClock
 
@@ -118,15 +120,18 @@ async def test_one_that_makes_way_pauses_and_goes_on(model: HeldModel) -> None:
 
 async def test_it_says_what_it_waits_for(model: HeldModel) -> None:
     model.may_be_had.clear()
-    attempt = Attempt(REQUEST, model, clock=model.clock)
+    teller = WaitTeller(model.waits_for)
+    attempt = Attempt(replace(REQUEST, wait=teller), model, clock=model.clock)
     async with aclosing(attempt.frames()) as frames:
         first = asyncio.ensure_future(anext(frames))
         await asyncio.sleep(0)
-        assert attempt.waits_for is AttemptStage.MEMORY
+        assert attempt.waits_for is WaitReason.MEMORY
         model.gate.hold()
         model.may_be_had.set()
         await asyncio.sleep(0.01)
-        assert attempt.waits_for is AttemptStage.PLACE
+        assert attempt.waits_for is WaitReason.HELD
+        assert teller.describe() == "memory for generations, fake"
         model.gate.resume()
         await first
         assert attempt.waits_for is None
+        assert teller.describe() == ""

@@ -69,6 +69,13 @@ def test_a_window_that_is_large_enough_hides_nothing() -> None:
     assert not any(re.match(r"\+\d+ lines", line) for line in lines)
 
 
+def test_requests_that_wait_for_the_same_are_one_line(capsys) -> None:
+    wait = {"reason": "place", "says": "1st for a place, big-3g, about 3 s"}
+    waiting = [{"model": "big-3g", "waits_for": wait}] * 3
+    show_status({**STATUS, "requests": [*waiting, {"model": "big-3g", "waits_for": None}]})
+    assert "waits  1st for a place, big-3g, about 3 s, and 2 more" in capsys.readouterr().out
+
+
 def test_a_pipe_gets_addresses_whole(capsys) -> None:
     show_status(STATUS)
     assert "10.88.0.9" in capsys.readouterr().out

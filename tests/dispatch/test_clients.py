@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import QueueFull
 from kakeya.dispatch import clients as registry
-from kakeya.dispatch.clients import FORGET_S, MOST_COOLDOWN_S, Clients, CoolingDown
+from kakeya.dispatch.clients import (
+    FORGET_S,
+    ID_CHARS,
+    MOST_COOLDOWN_S,
+    Clients,
+    CoolingDown,
+    RequestLabel,
+)
+from kakeya.generation.waiting import RequestWait, WaitReason, WaitTeller
 from tests.laws import law
 
 
@@ -25,6 +33,33 @@ class Now:
 def of(clients: Clients, client: str, user: str = "") -> dict[str, object]:
     (found,) = (one for one in clients.status() if (one["client"], one["user"]) == (client, user))
     return dict(found)
+
+
+def test_a_labelled_request_is_told_until_it_is_over_and_its_wait_until_it_begins() -> None:
+    now = Now()
+    clients = Clients(now)
+    wait = RequestWait(reason=WaitReason.PLACE, model_id="m", position=2, seconds=3.0)
+    label = RequestLabel(
+        request_id="req_" + "a" * ID_CHARS,
+        model_id="m",
+        priority="batch",
+        wait=WaitTeller(lambda: wait),
+    )
+    with clients.request("desk", "bob", label=label) as use:
+        now.mono += 2
+        (told,) = clients.waiting()
+        assert (told["client"], told["user"], told["priority"]) == ("desk", "bob", "batch")
+        assert told["waits_for"] == wait.as_json()
+        assert clients.find("chatcmpl-" + "a" * ID_CHARS) == (
+            "desk",
+            {key: told[key] for key in told if key not in ("client", "user")},
+        )
+        use.begin()
+        assert not clients.waiting()
+        found = clients.find(label.request_id)
+        assert found is not None
+        assert (found[1]["state"], found[1]["waits_for"]) == ("answering", None)
+    assert clients.find(label.request_id) is None
 
 
 def test_a_request_waits_then_runs_then_is_over() -> None:

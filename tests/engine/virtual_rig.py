@@ -21,7 +21,7 @@ from kakeya.engine.model import KvView, MemoryUse
 from kakeya.engine.steps.drafting import RemoteBooks
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.engine.steps.sequence import SequenceTools, Violations
-from kakeya.generation.frames import Done, EngineFrame, KvPark, KvWant, Progress, Tokens
+from kakeya.generation.frames import Done, EngineFrame, KvPark, KvWant, Progress, QueuePlace, Tokens
 from kakeya.generation.kv import LOGIT_BYTES
 from kakeya.generation.request import DecodeJob
 from tests.engine.child_engine import ToyForward, ToyModel, ToyState
@@ -166,6 +166,8 @@ class Told:
     tokens: list[int] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
     prefill_at_s: list[float] = field(default_factory=list)
+    places: list[tuple[float, QueuePlace]] = field(default_factory=list)
+    """Its places in the queue, each with the time at which it was told."""
     done: Done | None = None
     error: KakeyaError | None = None
     ticket: QueueTicket | None = None
@@ -276,6 +278,8 @@ class VirtualRig:
                 told.at_s.append(self.now_s)
             elif isinstance(frame, Progress):
                 told.prefill_at_s.append(self.now_s)
+            elif isinstance(frame, QueuePlace):
+                told.places.append((self.now_s, frame))
             elif isinstance(frame, KvPark):
                 self.parks(told, frame)
             elif isinstance(frame, KvWant):

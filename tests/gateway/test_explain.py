@@ -10,8 +10,10 @@ from kakeya.cli.explain import explanation
 from kakeya.core.clock import SystemClock
 from kakeya.gateway.explain import explained
 from kakeya.gateway.http.authorization import KeyCheck
+from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.keys import KeyRing, KeyRole, add_key
 from kakeya.gateway.recent import MOST_RECORDS, MOST_TOKENS, RecentRequests, RequestRecord
+from kakeya.generation.facts import ModelState
 from tests.gateway.toy import ToyModel, make_folder, serving
 
 FAR = {"x-forwarded-for": "192.0.2.7"}
@@ -149,6 +151,22 @@ async def test_over_http_with_the_text_around_the_token(folder):
     lines = list(explanation(body))
     assert any("is the first that was not cached" in line for line in lines)
     assert any(line.startswith("  waits    load") for line in lines)
+
+
+async def test_a_request_that_waits_tells_for_what(folder):
+    model = ToyModel(folder, state=ModelState.LOADING, loads="41 %", script="hello")
+    async with serving(model, limits=HttpLimits(progress_s=0.05)) as served:
+        body = {"model": "toy", "prompt": "a", "max_tokens": 1, "stream": True}
+        async with served.http.stream("POST", "/v1/completions", json=body) as answer:
+            path = f"/api/v1/requests/{answer.headers['x-request-id']}"
+            told = (await served.http.get(path)).json()
+            assert told["state"] == "waiting"
+            assert told["waits_for"]["reason"] == "load"
+            assert "loading toy, 41 %" in "\n".join(explanation(told))
+            model.loads = ""
+            model.loaded.set()
+            await answer.aread()
+        assert "state" not in (await served.http.get(path)).json()
 
 
 async def test_a_client_sees_its_own_requests_and_the_owner_all(tmp_path, folder, keys):

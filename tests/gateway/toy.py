@@ -43,6 +43,7 @@ from kakeya.generation.frames import (
 )
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority
+from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.prefix.seam import NoPrecache, Precache
 
 TEMPLATE = (
@@ -117,8 +118,10 @@ class ToyModel:
         self.open = 0
         self.requests: list[DecodeRequest] = []
 
-    def waits_for(self) -> str:
-        return self.loads
+    def waits_for(self) -> RequestWait | None:
+        if not self.loads:
+            return None
+        return RequestWait(reason=WaitReason.LOAD, model_id=self.model_id, progress=self.loads)
 
     @property
     def facts(self) -> ModelFacts | None:
@@ -239,8 +242,8 @@ class ToyEmbedder:
         self.cancelled = asyncio.Event()
         self.started = asyncio.Event()
 
-    def waits_for(self) -> str:
-        return ""
+    def waits_for(self) -> RequestWait | None:
+        return None
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL

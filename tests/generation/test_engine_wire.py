@@ -24,6 +24,7 @@ from kakeya.generation.frames import (
     KvImported,
     KvPark,
     Progress,
+    QueuePlace,
     SourceUsage,
     StopReason,
     TokenLogprob,
@@ -90,7 +91,8 @@ JOBS = drawn(
     deadline_s=st.none() | st.floats(1e-6, 1e6),
     frame_s=st.integers(0, 10_000).map(lambda milliseconds: milliseconds / 1000),
     top_logprobs=st.none() | st.integers(0, 20),
-    kv=st.none(),  # both stay in the agent
+    wait=st.none(),
+    kv=st.none(),  # these stay in the agent
     kv_retention=st.just(DecodeJob(token_ids=(), max_tokens=0).kv_retention),
     stay_warm_s=st.just(0.0),
 )
@@ -105,7 +107,7 @@ FRAMES = st.one_of(
         )
     ),
     drawn(Tokens, token_ids=tuples(WHOLE, least=1), logprobs=st.just(())),
-    *map(drawn, (Progress, Done, KvImported, KvExported, KvPark, HistoryLogits)),
+    *map(drawn, (Progress, Done, KvImported, KvExported, KvPark, QueuePlace, HistoryLogits)),
 )
 
 

@@ -18,6 +18,7 @@ from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
 from kakeya.generation.model import AdaptedId, ServedModel
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority, Sampling
+from kakeya.generation.waiting import RequestWait
 
 VOCAB = 97
 EOS = 0
@@ -79,8 +80,8 @@ class HashServedModel:
     def folder(self) -> None:
         return None
 
-    def waits_for(self) -> str:
-        return ""
+    def waits_for(self) -> RequestWait | None:
+        return None
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL

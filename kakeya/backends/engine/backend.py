@@ -31,6 +31,7 @@ from kakeya.generation.frames import Frame
 from kakeya.generation.kv import PageRef
 from kakeya.generation.model import ServedModel
 from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.waiting import RequestWait, WaitReason
 
 __all__ = ["EngineBackend", "EngineOptions"]
 _log = logging.getLogger(__name__)
@@ -74,9 +75,12 @@ class EngineBackend(EngineLife):
         """None before the first load; see `ServedModel`."""
         return Path(self.facts.model_path) if self.facts else None
 
-    def waits_for(self) -> str:
+    def waits_for(self) -> RequestWait | None:
         """See `ServedModel`."""
-        return f"loading {self.model_id}, {self.progress.describe()}" if self.progress else ""
+        if self.progress is None:
+            return None
+        said = self.progress.describe()
+        return RequestWait(reason=WaitReason.LOAD, model_id=self.model_id, progress=said)
 
     @property
     def running(self) -> int:

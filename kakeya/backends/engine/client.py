@@ -35,6 +35,7 @@ from kakeya.generation.frames import (
     KvPark,
     KvWant,
     Progress,
+    QueuePlace,
     Tokens,
 )
 from kakeya.generation.kv import NO_KV, KvExchange, KvOffer, PageRef
@@ -150,6 +151,9 @@ class EngineClient:
                             answer = self._lent(park_id, frame, request.kv)
                             lending.add(task := asyncio.create_task(answer))
                             task.add_done_callback(lending.discard)
+                        elif isinstance(frame, QueuePlace):
+                            if request.wait is not None:
+                                request.wait.place = frame
                         elif request.kv is not None:
                             _tell(request.kv, frame)
             raise PeerProtocol(f"{self._name}: the decode stream ended without a done frame")

@@ -122,7 +122,7 @@ def first(claims: Sequence[ClaimT]) -> ClaimT:
     turns = [claim for claim in peers if claim.account.owner is None]
     for claims in of_users.values():
         turns += _equals(claims, [claim.account for claim in claims])
-    return min(turns, key=_done_alone_s)
+    return min(turns, key=done_alone_s)
 
 
 def _equals(claims: Sequence[ClaimT], accounts: Sequence[Account]) -> list[ClaimT]:
@@ -132,7 +132,7 @@ def _equals(claims: Sequence[ClaimT], accounts: Sequence[Account]) -> list[Claim
     return [claim for claim, account in both if account.used <= equal]
 
 
-def _done_alone_s(claim: GenerationClaim) -> tuple[float, int]:
+def done_alone_s(claim: GenerationClaim) -> tuple[float, int]:
     """When its prompt would be done if it were alone here."""
     return claim.arrived_s + claim.work_s, claim.number
 
@@ -266,4 +266,4 @@ def first_token_s(
 
 
 def _urgency(claim: GenerationClaim) -> tuple[int, float, int]:
-    return claim.priority, *_done_alone_s(claim)
+    return claim.priority, *done_alone_s(claim)

@@ -95,12 +95,23 @@ class QueueRow(GenerationClaim):
     has_drafts: bool = False
     is_prefilling: bool = False
     has_first_token: bool = False
+    mark_s: float = 0.0
+    mark_tokens: int = 0
+    """From when, and behind how many tokens, its speed is measured."""
+    told_s: float = 0.0
+    """The first estimate that it was told, 0 = none; `told_at_s` is when."""
+    told_at_s: float = 0.0
     is_over: bool = False
 
     @property
     def length(self) -> int:
         """Tokens with KV."""
         return 0 if self.run is None else self.run.length
+
+    @property
+    def made(self) -> int:
+        """Tokens of its answer with KV."""
+        return max(0, self.length + 1 - len(self.ticket.job.token_ids))
 
     @property
     def prompt_left(self) -> int:

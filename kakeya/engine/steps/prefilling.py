@@ -32,7 +32,7 @@ MOST_TOKENS = 256
 
 class Prefilling:
     """Belongs to the model thread. `rows` prefill; `chunks` parts were computed in all; this round
-    has spent `round_s` on prompts."""
+    has spent `round_s` on prompts, and all together `spent_s`."""
 
     __slots__ = (
         "_began_s",
@@ -49,6 +49,7 @@ class Prefilling:
         "last_rows",
         "round_s",
         "rows",
+        "spent_s",
     )
 
     def __init__(
@@ -58,7 +59,7 @@ class Prefilling:
         self.chunks = 0
         self.last_rows = 0
         """Rows that shared the last forward over prompts."""
-        self.round_s = 0.0
+        self.round_s = self.spent_s = 0.0
         self._model = model
         self._queue = queue
         self._pace = pace
@@ -134,6 +135,7 @@ class Prefilling:
         now_s = self._timer()
         took_s = now_s - self._began_s
         self.round_s += took_s
+        self.spent_s += took_s
         if self._is_beside and self._ended_s is not None and row.priority != SPECULATIVE:
             self._pace.interleaved(took_s, self._began_s - self._ended_s)
         self._ended_s, row.chunk_ended_s = None, now_s

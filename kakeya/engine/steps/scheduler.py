@@ -36,6 +36,7 @@ from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import OUTPUT_WEIGHT, ROUND_S, weakest
 from kakeya.engine.queue.queue import EngineQueue
 from kakeya.engine.queue.rows import Admitted, EngineLoad, QueueRow, QueueTicket
+from kakeya.engine.queue.waits import QueueWaits
 from kakeya.engine.steps.chores import Chores
 from kakeya.engine.steps.prefilling import Prefilling
 from kakeya.engine.steps.prompt import PromptPiece
@@ -84,6 +85,7 @@ class Scheduler:
         self._running: list[QueueRow] = []
         self._prefilling = Prefilling(model, self._queue, self._pace, tools.timer)
         self._turns: deque[QueueRow] = deque()
+        self._waits = QueueWaits(self._pace, lambda: self._prefilling.spent_s)
         self._forwards = SharedForwards(model, tools.controller, tools.timer)
         self._chores = Chores(model.chores(), tools.timer)
         self._latest: QueueRow | None = None
@@ -141,6 +143,8 @@ class Scheduler:
                 continue
             if self._queue.is_due(now_s):
                 self._admit(now_s)
+                if self._waits.is_due(self._queue.waiting, now_s):
+                    self._waits.tell(self._queue.waiting, self._running, now_s, self._tools.timer)
             if self._running:
                 self._turn()
             else:
@@ -250,6 +254,7 @@ class Scheduler:
             return
         # Of one that was parked, the time since its last step measures nothing.
         row.run.resumed(None)
+        self._waits.placed(row, now_s)
         self._room.enter(row, job, row.length)
         self._queue.charge(row)
         self._prefilling.enter(row)
@@ -352,13 +357,16 @@ class Scheduler:
         row.ticket.on_frame(frame)
         if isinstance(frame, Tokens):
             made = len(frame.token_ids)
-            row.has_first_token, row.expires_s = True, math.inf
+            if not row.has_first_token:
+                row.has_first_token, row.expires_s = True, math.inf
+                self._waits.begun(row, self._tools.timer())
             row.account.pay(OUTPUT_WEIGHT * made)
             row.headroom -= made
             if row.headroom < 0:
                 self._grow(row)
         elif isinstance(frame, Done):
             self._pace.ended(self._tools.timer() - row.placed_s)
+            self._waits.ended(row, frame)
             self._end(row)
 
     def _grow(self, row: QueueRow) -> None:

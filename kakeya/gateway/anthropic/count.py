@@ -16,6 +16,7 @@ from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.receipt import note_left_out
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
+from kakeya.generation.waiting import WaitTeller
 
 
 class CountRoute:
@@ -37,7 +38,7 @@ class CountRoute:
         caller = fields.named(scope)
         model = generations.find(asked.params.model, caller)
         with generations.admitted(share_of(caller, scope), asked.params.user):
-            async with generations.connection(receive, send, model.waits_for) as client:
+            async with generations.connection(receive, send, WaitTeller(model.waits_for)) as client:
                 count = await generations.count(asked, model, scope)
                 client.finish()
                 await send_json(send, 200, compact({"input_tokens": count}))

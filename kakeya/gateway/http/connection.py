@@ -43,7 +43,7 @@ class HttpLimits:
     keepalive_s: float = 5.0
     """A stream that is silent for so long gets a keepalive, so that no proxy or client ends it."""
     progress_s: float = 2.0
-    """While a model loads, keepalives come so often and say how far it is."""
+    """While a request waits, keepalives come so often and say for what, and where it stands."""
     stall_s: float = 60.0
     """A client that takes nothing of its stream for so long has left."""
     generations: int = 256
@@ -156,7 +156,7 @@ class Connection:
         waits_for: Callable[[], str] = lambda: "",
         stream: StreamForm | None = None,
     ) -> None:
-        """`waits_for` names the load that the answer waits for, and how far it is; "" = none.
+        """`waits_for` says for what the request waits, and where it stands; "" = for nothing.
         `stream` None = the answer is sent whole."""
         self._waits_for = waits_for
         self._receive = receive
@@ -243,11 +243,17 @@ class Connection:
 
     async def _keep_alive(self, stream: StreamForm) -> None:
         """Send keepalives into silence; one that is not taken is bounded like any event."""
-        limits = self._limits
+        limits, quiet_s = self._limits, 0.0
         while not self._is_over:
-            await self._clock.sleep(limits.progress_s if self._waits_for() else limits.keepalive_s)
+            pause_s = min(limits.progress_s, limits.keepalive_s - quiet_s)
+            await self._clock.sleep(pause_s)
+            quiet_s = quiet_s + pause_s if self._is_quiet else 0.0
+            waits_for = self._waits_for()
+            is_due = bool(waits_for) or quiet_s >= limits.keepalive_s
             is_silent = self._is_quiet and not self._writes_since_mono and not self._is_over
-            if is_silent and (alive := stream.keepalive(self._waits_for())):
+            if is_due:
+                quiet_s = 0.0
+            if is_due and is_silent and (alive := stream.keepalive(waits_for)):
                 await self.send_event(alive)
             self._is_quiet = True
 

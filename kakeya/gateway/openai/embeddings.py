@@ -39,6 +39,7 @@ from kakeya.gateway.http.fields import (
 from kakeya.gateway.openai.generation_params import MODEL, MOST_INT
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import USERS, read_user, share_of
+from kakeya.generation.waiting import WaitTeller
 
 MAX_INPUTS = 2048
 _OFFLOAD_NUMBERS = 16_384
@@ -166,7 +167,7 @@ class EmbeddingRoute:
                 send,
                 clock=self._clock,
                 limits=embeddings.limits,
-                waits_for=model.waits_for,
+                waits_for=WaitTeller(model.waits_for).describe,
             ) as client:
                 made = await embeddings.embed(
                     model,

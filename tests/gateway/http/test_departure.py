@@ -120,12 +120,12 @@ async def test_a_request_waits_for_a_loading_model_and_a_stream_shows_life(folde
 
 
 async def test_a_stream_says_how_far_the_load_is_that_it_waits_for(folder):
-    model = ToyModel(folder, state=ModelState.LOADING, script="hello", loads="loading toy, 41 %")
+    model = ToyModel(folder, state=ModelState.LOADING, script="hello", loads="41 %")
     async with serving(model, limits=HttpLimits(keepalive_s=60.0, progress_s=0.05)) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request(stream=True))
         await reader.readuntil(b": waiting: loading toy, 41 %\n\n")
-        model.loads = "loading toy, 97 %\ndata: x"
+        model.loads = "97 %\ndata: x"
         await reader.readuntil(b": waiting: loading toy, 97 % data: x\n\n")
         model.loads = ""
         model.loaded.set()

@@ -1,0 +1,123 @@
+"""Estimates of the waits for places, for the engine to tell. All functions are pure.
+
+A generation keeps its place for the rest of its prompt and for the tokens that it will make. The
+number of these is not known, only its bound and the lengths of past answers: each generation takes
+the length at a quantile of its own, so that the first of several ends as early as the first of
+several did in the past. The median would say that they all end at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kakeya.engine.queue.policy import CLASSES, EQUAL_TOKENS, Account, ClaimT, done_alone_s
+
+UNENDED = 1 << 62
+"""The length of an answer that was cut off by its bound: longer than any."""
+MOST_BUSY = 0.9
+"""The largest share of the time that more urgent generations are expected to take on."""
+_ARRIVALS_S = 30.0
+"""Arrivals of about so long count."""
+_SPREAD = 0.6180339887498949
+"""Multiples of the golden ratio fill 0 to 1 evenly, however many there are."""
+
+
+class PlaceWork(NamedTuple):
+    """What a generation does in its place: seconds for the rest of its prompt, then tokens."""
+
+    prompt_s: float
+    tokens: float
+
+
+def tokens_left(made: int, most: int, past: Sequence[int], number: int) -> int:
+    """Estimate the tokens that an answer still gets, of which it has `made` and may have `most`.
+
+    `past` are lengths of answers, and `number` that of the generation, which gives its quantile.
+    """
+    longer = sorted(min(length, most) for length in past if length > made)
+    expected = longer[int(number * _SPREAD % 1.0 * len(longer))] if longer else most
+    return max(0, expected - made)
+
+
+def first_tokens_s(
+    running: Sequence[PlaceWork], waiting: Sequence[PlaceWork], step_s: float
+) -> list[float]:
+    """Estimate when each waiting generation has its first token, in seconds from now.
+
+    `waiting` are in the order of service; each gets the place of the one that ends first. A step,
+    of `step_s`, gives a token to each generation in its place; prompts are computed one after the
+    other, and no step meanwhile. Where none runs, there is one place.
+    """
+    ends = [max(0.0, work.tokens) for work in running] or [0.0]  # counted in steps from now
+    heapq.heapify(ends)
+    prompts_s = sum(max(0.0, work.prompt_s) for work in running)
+    found = []
+    for work in waiting:
+        prompts_s += max(0.0, work.prompt_s)
+        found.append(prompts_s + (ends[0] + 1) * step_s)
+        heapq.heapreplace(ends, ends[0] + max(0.0, work.tokens))
+    return found
+
+
+class Arrivals:
+    """How busy generations of each class keep the engine, by those that came of late.
+
+    A generation that waits is overtaken by more urgent ones that have not arrived yet: where these
+    take a share of the time, its wait is longer by 1 / (1 - share).
+    """
+
+    def __init__(self) -> None:
+        self._busy = [0.0] * CLASSES
+        self._at_s = 0.0
+
+    def add(self, priority: int, work_s: float, now_s: float) -> None:
+        """Note a generation that takes so many seconds of the engine."""
+        self._decay(now_s)
+        self._busy[priority] += work_s / _ARRIVALS_S
+
+    def more_urgent(self, priority: int, now_s: float) -> float:
+        """The share of the time that more urgent generations take; above 1 they pile up."""
+        self._decay(now_s)
+        return sum(self._busy[:priority])
+
+    def _decay(self, now_s: float) -> None:
+        kept = math.exp(-max(0.0, now_s - self._at_s) / _ARRIVALS_S)
+        self._busy = [busy * kept for busy in self._busy]
+        self._at_s = now_s
+
+
+def service_order(claims: Sequence[ClaimT], tokens: Callable[[ClaimT], int]) -> list[ClaimT]:
+    """The claims in the order in which they are expected to get places: by class, share and work.
+
+    `tokens` are the weighted tokens that a claim will use. Users of one client and places by age
+    are left out.
+    """
+    order: list[ClaimT] = []
+    for priority in sorted({claim.priority for claim in claims}):
+        of_class = [claim for claim in claims if claim.priority == priority]
+        order += _shared_out(sorted(of_class, key=done_alone_s, reverse=True), tokens)
+    return order
+
+
+def _shared_out(claims: Sequence[ClaimT], tokens: Callable[[ClaimT], int]) -> list[ClaimT]:
+    """The claims of a class, given with the last one first, as their clients take turns."""
+    lines: dict[Account, list[ClaimT]] = {}
+    for claim in claims:
+        lines.setdefault(claim.account.owner or claim.account, []).append(claim)
+    used = {account: account.used for account in lines}
+    order: list[ClaimT] = []
+    while lines:
+        equal = min(used[account] for account in lines) + EQUAL_TOKENS
+        account = min(
+            (one for one in lines if used[one] <= equal),
+            key=lambda one: done_alone_s(lines[one][-1]),
+        )
+        claim = lines[account].pop()
+        order.append(claim)
+        used[account] += tokens(claim)
+        if not lines[account]:
+            del lines[account]
+    return order
