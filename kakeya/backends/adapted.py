@@ -9,6 +9,7 @@ from kakeya.adapters.manager import AdapterManager, AdapterWish
 from kakeya.backends.resident import ResidentModel
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.waiting import RequestWait
 
@@ -27,6 +28,11 @@ class AdaptedModel:
     def model_id(self) -> str:
         """BASE:NAME."""
         return self._wish.model_id
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the base."""
+        return self._base.manifest
 
     @property
     def state(self) -> ModelState:

@@ -27,6 +27,10 @@ def explanation(found: Mapping[str, object]) -> Iterator[str]:
             is_loaded = "failed" if one["failed"] else "loaded" if one["loaded"] else "not loaded"
             speed = f"{one['tokens_per_second']:g} tokens/s" if one["tokens_per_second"] else "-"
             yield f"           {one['model']}  step {one['step']}, {is_loaded}, {speed}"
+    defaults = found.get("defaults")
+    if isinstance(defaults, dict) and defaults:
+        listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        yield f"  defaults {listed}: of the model's table in the file"
     if found.get("conversation"):
         yield f"  key      {found['conversation']}"
     yield f"  why      {found['reason']}"

@@ -62,7 +62,7 @@ from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
 from kakeya.gateway.jobs import job_routes
 from kakeya.gateway.live_config import ConfigRoute
-from kakeya.gateway.model_bodies import abilities, shown_sampling, task_body
+from kakeya.gateway.model_bodies import abilities, shown_defaults, task_body
 from kakeya.gateway.ollama.routes import ollama_routes
 from kakeya.gateway.openai.embeddings import EMBEDDING, EmbeddingRoute
 from kakeya.gateway.openai.requests import (
@@ -78,6 +78,7 @@ from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
+from kakeya.generation.manifest import BACKENDS, Category
 from kakeya.generation.model import (
     DraftRouter,
     EmbeddingModel,
@@ -336,12 +337,14 @@ class Gateway:
             "max_output_tokens": common["context_length"],  # of an empty prompt: both share it
             "modalities": {"input": ["text"], "output": ["text"]},
             "capabilities": text and abilities(text),
-            "default_parameters": text and shown_sampling(text.sampling),
+            "default_parameters": text and shown_defaults(text.sampling, model.manifest),
+            "category": model.manifest.category or Category.TEXT,
         }
 
     def _embedder_body(self, model: EmbeddingModel) -> dict[str, object]:
         return self._common_body(model) | {
             "role": "embedder",
+            "category": Category.EMBEDDING,
             "modalities": {"input": ["text"], "output": ["embeddings"]},
             "capabilities": ["embedding"],
             "dimensions": model.facts and model.facts.vector_size,
@@ -365,6 +368,7 @@ class Gateway:
             "max_model_len": context,
             "max_context_length": context,
             "state": model.state.value,
+            "backend": model.manifest.backend or BACKENDS[0],
             "quantization": facts and (facts.quantization or facts.dtype),
         }
 

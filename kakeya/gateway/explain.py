@@ -83,6 +83,7 @@ def explained(
         "id": record.request_id,
         "model": record.model_id,
         "task": record.task and record.task.describe(),
+        "defaults": dict(record.defaults),
         "finish_reason": record.finish_reason or None,
         "conversation": record.conversation or None,
         "prompt_tokens": record.prompt_tokens,

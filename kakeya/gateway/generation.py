@@ -50,6 +50,7 @@ from kakeya.gateway.prompts import (
     room_of,
     sampling_of,
     turn_of,
+    under_manifest,
     write_prompt,
 )
 from kakeya.gateway.recent import RecentRequests, RequestRecord
@@ -172,7 +173,7 @@ class Generations:
         if model.facts is None:
             return None
         try:
-            return await self._texts.get(model.facts.model_path)
+            return await self._texts.get(model.facts.model_path, model.manifest.template)
         except KakeyaError:
             return None
 
@@ -181,8 +182,8 @@ class Generations:
         enough. Raises as `prepare`."""
         facts = model.facts or await facts_ahead(model, self._texts)
         facts = facts or await model.ready(self.limits.ready_s)
-        text = await self._texts.get(facts.model_path)
-        asked = self.settled(asked, "", scope)
+        text = await self._texts.get(facts.model_path, model.manifest.template)
+        asked, _ = under_manifest(self.settled(asked, "", scope), model.manifest)
         written = [await prompt_ids(asked, prompt, text, facts) for prompt in prompts_of(asked)]
         return sum(map(len, written))
 
@@ -216,13 +217,15 @@ class Generations:
         set the head of the reply. Returns a generation for each answer to `asked`, the reply's
         request once it is settled."""
         began_mono = self._clock.mono()
+        manifest = model.manifest
+        asked, defaults = under_manifest(asked, manifest)
         deadline_s = asked.params.deadline_s
         ready_s = self.limits.ready_s
         if model.state is not ModelState.READY:
             await self._check_ahead(asked, model)
         most_s = ready_s if deadline_s is None else min(ready_s, deadline_s)
         facts = await model.ready(most_s, asked.params.priority)
-        text = await self._texts.get(facts.model_path)
+        text = await self._texts.get(facts.model_path, manifest.template)
         claim = PrefixClaim(
             model_id=model.model_id, facts=facts, client=client_of(scope), use=asked.params.cache
         )
@@ -235,6 +238,7 @@ class Generations:
             conversation=resolve_key(claim.use.keys) or "",
             moved=moved_of(scope),
             task=task_of(scope),
+            defaults=defaults,
             ready_s=self._clock.mono() - began_mono,
         )
         jobs: list[HttpGeneration] = []
@@ -277,7 +281,7 @@ class Generations:
         known = await facts_ahead(model, self._texts)
         if known is None:
             return
-        text = await self._texts.get(known.model_path)
+        text = await self._texts.get(known.model_path, model.manifest.template)
         for prompt in prompts_of(asked):
             # Ids only by their number: a model may have more of them than its tokenizer.
             if isinstance(prompt, str):
@@ -432,7 +436,7 @@ class Generations:
         if not job.claim.use.keys.conversation_id:
             return marked(job.request.token_ids, job.request.cuts)
         at_most = most_prompt_tokens(job.claim.facts)
-        text = await self._texts.get(job.claim.facts.model_path)
+        text = await self._texts.get(job.claim.facts.model_path, job.model.manifest.template)
         try:
             token_ids = await self._continued(job, text, at_most)
         except TooManyTokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kakeya.dispatch.tasks import TaskSpec
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import Sampling
 from kakeya.text.text import TextModel
 
@@ -33,12 +34,20 @@ def abilities(text: TextModel) -> list[str]:
     return ["completion", "json", "chat", "tools", *(["thinking"] if text.thinks else [])]
 
 
-def shown_sampling(sampling: Sampling) -> dict[str, float]:
-    """Sampling as a request would ask for it."""
+def shown_defaults(sampling: Sampling, manifest: Manifest) -> dict[str, object]:
+    """What a request that says nothing gets, as it would ask for it: of the manifest, else of the
+    model's files."""
+    own = {
+        "temperature": manifest.temperature,
+        "top_p": manifest.top_p,
+        "max_tokens": manifest.max_tokens,
+        "enable_thinking": manifest.template_args.get("enable_thinking"),
+    }
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        **{name: value for name, value in own.items() if value is not None},
     }

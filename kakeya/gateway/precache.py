@@ -36,6 +36,7 @@ from kakeya.gateway.openai.requests import PROMPTS
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openai.tools import TOOLS
 from kakeya.generation.facts import ModelFacts
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.model import ServedModel
 from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix, resolve_key
@@ -151,28 +152,30 @@ class PrecacheRoute:
         if not asked.messages and not asked.prompt:
             known = self._precache.opened(claim)
             return _UNKNOWN if known is None else await known
-        token_ids = await self._encode(asked, facts)
+        token_ids = await self._encode(asked, facts, model.manifest)
 
         async def tokens() -> Sequence[int]:
             return token_ids
 
         return await self._precache.warm(claim, tokens, is_pinned=asked.is_pinned)
 
-    async def _encode(self, asked: PrecacheRequest, facts: ModelFacts) -> Sequence[int]:
-        model = await self._texts.get(facts.model_path)
+    async def _encode(
+        self, asked: PrecacheRequest, facts: ModelFacts, manifest: Manifest
+    ) -> Sequence[int]:
+        text = await self._texts.get(facts.model_path, manifest.template)
         at_most = most_prompt_tokens(facts)
         if asked.messages:
             try:
                 chat, _ = move_changing_lines(
-                    Chat(messages=asked.messages, tools=asked.tools),
+                    Chat(messages=asked.messages, tools=asked.tools, kwargs=manifest.template_args),
                     self._precache.moved_kinds,
                     is_prefix=True,
                 )
-                token_ids: Sequence[int] = await encode_ahead(model, chat, at_most=at_most)
+                token_ids: Sequence[int] = await encode_ahead(text, chat, at_most=at_most)
             except TooManyTokens as fault:
                 raise too_long(f"at least {fault.least_tokens}", facts) from None
         else:
-            token_ids = await raw_ids(asked.prompt, model, facts)
+            token_ids = await raw_ids(asked.prompt, text, facts)
         check_prompt(len(token_ids), facts)
         return token_ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.openai.messages import call_of
 from kakeya.generation.facts import ModelFacts
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.model import ServedModel
 from kakeya.generation.request import Sampling
 from kakeya.text.chat import Message
@@ -24,6 +26,8 @@ from kakeya.text.folder import read_config, stated_context
 from kakeya.text.prompt import chat_ids, check_prompt, most_prompt_tokens, raw_ids
 from kakeya.text.text import TextModel, Texts
 
+_OF_THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
+"""Variables of templates with which a request says whether the model thinks."""
 _WHOLE_FRAME_S = 0.25
 """Between two messages of an answer that is sent whole; a dying engine loses as much work."""
 
@@ -95,7 +99,7 @@ async def facts_ahead(model: ServedModel, texts: Texts) -> ModelFacts | None:
     if not context_tokens:
         return None
     try:
-        text = await texts.get(str(folder))
+        text = await texts.get(str(folder), model.manifest.template)
     except Unsupported:
         return None  # the load tells more
     return ModelFacts(
@@ -144,3 +148,27 @@ def room_of(params: GenerationParams, prompt_tokens: int, facts: ModelFacts) -> 
         return min(params.max_tokens, room)
     longest = facts.longest_tokens or facts.context_tokens
     return max(1, min(room, longest - prompt_tokens))
+
+
+def under_manifest(asked: Request, manifest: Manifest) -> tuple[Request, Mapping[str, object]]:
+    """A request with what the manifest of its model says where it says nothing, and what that is,
+    by the names of the manifest."""
+    params, used = asked.params, dict[str, object]()
+    sampling = params.sampling
+    if manifest.temperature is not None and sampling.temperature is None:
+        used["temperature"] = manifest.temperature
+        sampling = replace(sampling, temperature=manifest.temperature)
+    if manifest.top_p is not None and sampling.top_p is None:
+        used["top_p"] = manifest.top_p
+        sampling = replace(sampling, top_p=manifest.top_p)
+    params = replace(params, sampling=sampling)
+    if manifest.max_tokens is not None and params.max_tokens is None:
+        used["max_tokens"] = manifest.max_tokens
+        params = replace(params, max_tokens=manifest.max_tokens)
+    if not isinstance(asked, ChatRequest):
+        return replace(asked, params=params), used
+    chat = asked.chat
+    if manifest.template_args and not _OF_THINKING & chat.kwargs.keys():
+        used["thinking"] = manifest.thinking
+        chat = replace(chat, kwargs={**chat.kwargs, **manifest.template_args})
+    return replace(asked, params=params, chat=chat), used

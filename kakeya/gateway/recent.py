@@ -8,8 +8,8 @@ answers. They hold the prompts of clients: who may see one is checked where it i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.clients import ID_CHARS
@@ -27,7 +27,8 @@ class RequestRecord:
     """One generation. Times are seconds since the request began; None = it did not come so far.
 
     `owner` is its client, or the machine of a nameless one. `conversation` is the key of its KV, ""
-    = none. `task` chose the model, None = the request names it. `prefill_s` is the engine's
+    = none. `task` chose the model, None = the request names it. `defaults` are those of the
+    model's manifest that it was answered with. `prefill_s` is the engine's
     account, None where a stop string ended the answer.
     """
 
@@ -40,6 +41,7 @@ class RequestRecord:
     moved: tuple[str, ...]
     ready_s: float
     task: TaskChoice | None = None
+    defaults: Mapping[str, object] = field(default_factory=dict)
     prepared_s: float = 0.0
     first_token_s: float | None = None
     ended_s: float = 0.0

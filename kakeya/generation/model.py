@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority
 from kakeya.generation.waiting import RequestWait
 
@@ -19,6 +20,11 @@ class LoadableModel(Protocol):
     @property
     def model_id(self) -> str:
         """The name that callers use."""
+        ...
+
+    @property
+    def manifest(self) -> Manifest:
+        """What its owner says of it at this moment."""
         ...
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from kakeya.core.errors import Unsupported
+from kakeya.generation.manifest import GivenTemplate
 from kakeya.text.bound import PromptBound
 from kakeya.text.chat import Chat
 from kakeya.text.cuts_of_chat import PromptCuts
@@ -51,6 +53,8 @@ _MESSAGE_CHARS = 64
 """Rendering a message takes as long as tokenizing so many characters, whatever its length."""
 _MARK_TOKENS = 32
 """Tokens at the end of a prompt that hold a mark of thoughts, in any spelling."""
+_MOST_VARIANTS = 32
+"""Texts with given templates; those of earlier reloads go first."""
 LEARNED_TOKENS = 32 * 1024
 """Most tokens that are encoded ahead of requests, for one ready engine."""
 
@@ -72,21 +76,13 @@ class TextModel:
         self.tokenizer.no_truncation()  # a prompt that does not fit is refused, never cut
         self.tokenizer.no_padding()
         self._folder = folder
-        named = special_tokens(folder)
-        sources = templates(folder)
-        self._templates = self._load_templates(sources, named, wall)
-        vocabulary = self.tokenizer.get_vocab()
-        source = sources.get(TOOL_TEMPLATE, sources.get(DEFAULT_TEMPLATE, ""))
-        self.thinking = thinking_marks(vocabulary)
+        self._wall = wall
+        self.thinking = thinking_marks(self.tokenizer.get_vocab())
         """The marks around thoughts; None for a model that has none."""
-        self._knows_thoughts = self.thinking is not None and self.thinking.are_in(source)
-        self.tool_family = family_of(source, vocabulary) if self.shows_tools else JSON_FAMILY
-        """The syntax in which the model calls tools."""
-        with contextlib.suppress(ValueError):  # reads its parser file here, off the event loop
-            self.tool_family.parse("", ())
+        self._take_templates(templates(folder))
         added = self.tokenizer.get_added_tokens_decoder()
         self._special = {token.content: key for key, token in added.items() if token.special}
-        eos = self.tokenizer.token_to_id(named.get("eos_token", ""))
+        eos = self.tokenizer.token_to_id(special_tokens(folder).get("eos_token", ""))
         self.stop_token_ids = stop_ids(folder) | (frozenset() if eos is None else {eos})
         self.sampling = sampling_defaults(folder)
         spec = json.loads(self.tokenizer.to_str())
@@ -98,6 +94,22 @@ class TextModel:
         self._encoder = Encoder(self.tokenizer, spec)
         self._beginning = self._tokens_before_a_prompt()
         self._newline = tuple(self._encoder.encode("\n"))
+
+    def with_template(self, source: str) -> TextModel:
+        """The same text with another chat template, in place of all of the folder. Blocks."""
+        other = copy.copy(self)
+        other._take_templates({DEFAULT_TEMPLATE: source})  # noqa: SLF001 - a copy of this object
+        return other
+
+    def _take_templates(self, sources: dict[str, str]) -> None:
+        self._templates = self._load_templates(sources)
+        vocabulary = self.tokenizer.get_vocab()
+        source = sources.get(TOOL_TEMPLATE, sources.get(DEFAULT_TEMPLATE, ""))
+        self._knows_thoughts = self.thinking is not None and self.thinking.are_in(source)
+        self.tool_family = family_of(source, vocabulary) if self.shows_tools else JSON_FAMILY
+        """The syntax in which the model calls tools."""
+        with contextlib.suppress(ValueError):  # reads its parser file here, off the event loop
+            self.tool_family.parse("", ())
         self._cuts = PromptCuts(self)
 
     async def encode(self, prompt: str, *, at_most: int) -> list[int]:
@@ -305,12 +317,11 @@ class TextModel:
         found = (at for at in before if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(found, 0)])
 
-    def _load_templates(
-        self, sources: dict[str, str], named: dict[str, str], wall: Callable[[], float]
-    ) -> dict[str, GuardedTemplate]:
+    def _load_templates(self, sources: dict[str, str]) -> dict[str, GuardedTemplate]:
+        named = special_tokens(self._folder)
         try:
             return {
-                name: GuardedTemplate(ChatTemplate(source, named, wall), self.tokenizer)
+                name: GuardedTemplate(ChatTemplate(source, named, self._wall), self.tokenizer)
                 for name, source in sources.items()
                 if name in (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
             }
@@ -327,10 +338,23 @@ class Texts:
         self._wall = wall
         self._loaded: dict[str, asyncio.Task[TextModel]] = {}
         self._doubted: dict[str, TextModel] = {}
+        self._variants: dict[tuple[str, str], tuple[TextModel, TextModel]] = {}
+        """By folder and template, each beside the text that it was made from."""
 
-    async def get(self, folder: str) -> TextModel:
-        """Find or load. Raises Unsupported when the folder has no usable tokenizer."""
-        return await asyncio.shield(self._begin(folder))
+    async def get(self, folder: str, template: GivenTemplate | None = None) -> TextModel:
+        """Find or load; with a chat template in place of the folder's, if one is given. Raises
+        Unsupported when the folder has no usable tokenizer."""
+        text = await asyncio.shield(self._begin(folder))
+        if template is None:
+            return text
+        key = (folder, template.source)
+        made_from, variant = self._variants.get(key, (None, text))
+        if made_from is not text:
+            variant = await asyncio.to_thread(text.with_template, template.source)
+            self._variants[key] = (text, variant)
+            while len(self._variants) > _MOST_VARIANTS:
+                del self._variants[next(iter(self._variants))]
+        return variant
 
     def renew(self, folder: str) -> None:
         """Load a folder, or check whether its files have changed, for the next request.

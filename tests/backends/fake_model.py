@@ -15,6 +15,7 @@ from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import KvOffer
+from kakeya.generation.manifest import NO_MANIFEST
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.waiting import RequestWait
 
@@ -33,6 +34,7 @@ class FakeModel:
 
     state = ModelState.READY
     last_error = ""
+    manifest = NO_MANIFEST
 
     def __init__(
         self,

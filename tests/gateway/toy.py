@@ -41,6 +41,7 @@ from kakeya.generation.frames import (
     Tokens,
     Usage,
 )
+from kakeya.generation.manifest import NO_MANIFEST, Manifest
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority
 from kakeya.generation.waiting import RequestWait, WaitReason
@@ -103,6 +104,7 @@ class ToyModel:
     pace: Pace = field(default_factory=Pace)
     state: ModelState = ModelState.READY
     last_error: str = ""
+    manifest: Manifest = NO_MANIFEST
     loads: str = ""
     context_tokens: int = 512
     fail_after: int | None = None
@@ -223,6 +225,7 @@ class ToyEmbedder:
     model_id: str = "encoder"
     state: ModelState = ModelState.READY
     last_error: str = ""
+    manifest: Manifest = NO_MANIFEST
     nested_sizes: tuple[int, ...] = ()
     context_tokens: int = 16
     lasts: float = 0.0

@@ -16,6 +16,7 @@ from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.core.units import pack_ids
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
+from kakeya.generation.manifest import NO_MANIFEST, Manifest
 from kakeya.generation.model import AdaptedId, ServedModel
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority, Sampling
 from kakeya.generation.waiting import RequestWait
@@ -68,6 +69,7 @@ class HashServedModel:
     """Raise PeerUnavailable after so many tokens."""
     state: ModelState = ModelState.READY
     last_error: str = ""
+    manifest: Manifest = NO_MANIFEST
     caches: dict[str, list[int]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     requests: list[DecodeRequest] = field(default_factory=list)

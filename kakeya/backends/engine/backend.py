@@ -29,6 +29,7 @@ from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import PageRef
+from kakeya.generation.manifest import NO_MANIFEST
 from kakeya.generation.model import ServedModel
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.waiting import RequestWait, WaitReason
@@ -69,6 +70,8 @@ class EngineBackend(EngineLife):
         trace: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+    manifest = NO_MANIFEST  # of an engine by itself, without a `ResidentModel`
 
     @property
     def folder(self) -> Path | None:

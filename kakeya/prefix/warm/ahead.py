@@ -32,6 +32,7 @@ from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.core.units import pack_ids
 from kakeya.generation.facts import ModelFacts, ModelState
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import Event, MemoryPressure
@@ -331,17 +332,19 @@ class NodePrecache:
     async def _declared_tokens(self, index: int, prompt: DeclaredPrompt) -> Sequence[int]:
         """Render a declared prompt as it stands on disk now."""
         self._rendered[index] = b""
-        facts = await self._models.get(self._named(prompt)).ready(AT_HAND_S)
-        tokens = await self._render(prompt, facts)
+        model = self._models.get(self._named(prompt))
+        tokens = await self._render(prompt, await model.ready(AT_HAND_S), model.manifest)
         self._rendered[index] = _digest(tokens)
         return tokens
 
-    async def _render(self, prompt: DeclaredPrompt, facts: ModelFacts) -> Sequence[int]:
+    async def _render(
+        self, prompt: DeclaredPrompt, facts: ModelFacts, manifest: Manifest
+    ) -> Sequence[int]:
         said = await asyncio.to_thread(prompt.read)
-        text = await self.texts.get(facts.model_path)
+        text = await self.texts.get(facts.model_path, manifest.template)
         messages = tuple({"role": role, "content": content} for role, content in said.messages)
         at_most = most_prompt_tokens(facts)
-        chat = Chat(messages=messages, tools=tuple(said.tools))
+        chat = Chat(messages=messages, tools=tuple(said.tools), kwargs=manifest.template_args)
         chat, _ = move_changing_lines(chat, self.moved_kinds, is_prefix=True)
         tokens = await encode_ahead(text, chat, at_most=at_most)
         if len(tokens) > at_most:
@@ -387,10 +390,11 @@ class NodePrecache:
     async def _is_another(self, index: int, prompt: DeclaredPrompt) -> bool:
         """Whether a declared prompt has another text by now; False for a model that is not loaded:
         its load warms anew."""
-        facts = await facts_at_hand(self._models.get(self._named(prompt)))
+        model = self._models.get(self._named(prompt))
+        facts = await facts_at_hand(model)
         if isinstance(facts, WarmReport):
             return False
-        return _digest(await self._render(prompt, facts)) != self._rendered[index]
+        return _digest(await self._render(prompt, facts, model.manifest)) != self._rendered[index]
 
     async def _release(self, slot: _Slot) -> None:
         """Have an engine drop the KV of a slot; the KV of prompts is in blocks."""

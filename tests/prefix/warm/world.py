@@ -17,6 +17,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
+from kakeya.generation.manifest import NO_MANIFEST, Manifest
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.prefix.config import PrecacheConfig
@@ -97,6 +98,7 @@ class SlottedModel:
     block_tokens: int = BLOCK
     state: ModelState = ModelState.READY
     last_error: str = ""
+    manifest: Manifest = NO_MANIFEST
     pid: int | None = 1
     gate: asyncio.Event | None = None
     fault: bool = False
