@@ -16,8 +16,8 @@
 
 A job is seen by its owner alone; owner None = all are seen. After a crash its work is done again
 from its request, unless it was submitted with may_repeat=False. A refusal for lack of memory or of
-places fails no job: it waits, for `PATIENCE_S` at most. Of the jobs whose work may begin, that of
-the owner with the fewest running ones does.
+places fails no job: it waits, for `PATIENCE_S` at most. Of the jobs that may begin, that of the
+owner with the fewest running ones does.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class JobQueue:
                 entry.over.set()  # its waiting callers are answered before the node ends
 
     def _next(self, now: float) -> _Entry | None:
-        """The job whose work begins now; None = none."""
+        """The job that begins now; None = none."""
         running = [one.job for one in self._entries.values() if one.task is not None]
         kinds = Counter(job.kind for job in running)
         owners = Counter(job.owner for job in running)

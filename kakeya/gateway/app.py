@@ -5,7 +5,8 @@
     POST /v1/completions                 OpenAI completions, streamed or not
     POST /v1/embeddings                  OpenAI embeddings
     POST /v1/responses                   OpenAI Responses, streamed or not
-    GET, DELETE /v1/responses/{id}       a response that the node keeps
+    GET, DELETE /v1/responses/{id}; POST /v1/responses/{id}/cancel
+                                         a response that the node keeps, or makes
     POST /v1/messages                    Anthropic messages, streamed or not
     POST /v1/messages/count_tokens       the tokens of such a request
     POST /api/chat, /api/generate, /api/embed
@@ -72,8 +73,10 @@ from kakeya.gateway.openai.requests import (
     parse_chat,
     parse_completion,
 )
+from kakeya.gateway.openai.responses.background import BackgroundResponses
+from kakeya.gateway.openai.responses.kept import KeptResponse, StoredResponses
 from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, parse_response
-from kakeya.gateway.openai.responses.store import ResponseStore, StoredResponses
+from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
 from kakeya.gateway.route import GenerationRoute
@@ -97,6 +100,7 @@ def build_app(
     status: Callable[[], Mapping[str, object]],
     clock: Clock,
     rng: random.Random,
+    jobs: JobQueue,
     limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
     hosts: frozenset[str] = frozenset(),
     origins: frozenset[str] = frozenset(),
@@ -109,7 +113,6 @@ def build_app(
     store_bytes: int = 0,
     clients: Clients | None = None,
     tasks: TaskRegistry | None = None,
-    jobs: JobQueue | None = None,
     capabilities: Capabilities | None = None,
 ) -> Starlette:
     """Build the application.
@@ -122,8 +125,8 @@ def build_app(
     `texts` are shared with other parts of the node; None = the application makes its own.
     So is the registry of `clients`.
     `store_bytes` are for responses that later requests can go on from; 0 = none is kept. `tasks`
-    are names that stand for one of several models; None = there are none. Without `jobs` no work
-    goes on in the background; `capabilities` need them.
+    are names that stand for one of several models; None = there are none. `jobs` get the kinds of
+    work that go on in the background, and are started later; `capabilities` None = there are none.
     """
     metrics = HttpMetrics(
         figures,
@@ -155,7 +158,7 @@ def build_app(
     )
     embeddings = Embeddings(directory, texts, metrics, limits)
     routes = [
-        *_dialects(generations, ResponseStore(most_bytes=store_bytes, mono=clock.mono)),
+        *_dialects(generations, ResponseStore(most_bytes=store_bytes, mono=clock.mono), jobs, rng),
         BodyRoute("/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING),
         *ollama_routes(directory, generations, embeddings, clock, abilities),
         BodyRoute("/v1/precache", PrecacheRoute(generations, precache, texts), PRECACHE),
@@ -164,7 +167,7 @@ def build_app(
             ExplainRoute(generations.recent, generations.clients, texts).answer,
         ),
         *ConfigRoute(tasks, limits).routes(),
-        *(job_routes(jobs, capabilities, generations) if jobs is not None else ()),
+        *job_routes(jobs, capabilities, generations),
         *gateway.routes(),
     ]
     app = Starlette(
@@ -188,19 +191,27 @@ def build_app(
     return app
 
 
-def _dialects(generations: Generations, store: ResponseStore) -> list[Route]:
+def _dialects(
+    generations: Generations, store: ResponseStore, jobs: JobQueue, rng: random.Random
+) -> list[Route]:
     """The routes of generations, but those of Ollama."""
 
     chat = GenerationRoute(lambda body, _: parse_chat(body), generations)
     completion = GenerationRoute(lambda body, _: parse_completion(body), generations)
-    response = GenerationRoute(lambda body, share: parse_response(body, store, share), generations)
+    background = BackgroundResponses(jobs, generations, store, rng)
+    response = GenerationRoute(
+        lambda body, share: parse_response(body, store, share),
+        generations,
+        background.take,
+    )
     message = GenerationRoute(lambda body, _: parse_message(body), generations)
-    stored = StoredResponses(store)
+    stored = StoredResponses(store, background)
     return [
         BodyRoute("/v1/chat/completions", chat, CHAT | COORDINATOR_FIELDS, CHAT_NO_OPS),
         BodyRoute("/v1/completions", completion, COMPLETION | COORDINATOR_FIELDS, CHAT_NO_OPS),
         BodyRoute("/v1/responses", response, RESPONSE | COORDINATOR_FIELDS, RESPONSE_NO_OPS),
-        Route("/v1/responses/{response_id}", stored.show),
+        Route("/v1/responses/{response_id}", KeptResponse(store, background), methods=["GET"]),
+        Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]),
         Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
         BodyRoute("/v1/messages", message, MESSAGE | COORDINATOR_FIELDS, MESSAGE_NO_OPS),
         BodyRoute("/v1/messages/count_tokens", CountRoute(generations), MESSAGE, MESSAGE_NO_OPS),

@@ -113,6 +113,7 @@ class Generations:
         self._texts = texts
         self._metrics = metrics
         self._clock = clock
+        self.wall = clock.wall
         self._rng = rng
         self._precache = precache
         self._crowd = FairBound(limits.generations)

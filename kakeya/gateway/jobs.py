@@ -153,7 +153,7 @@ def job_routes(
 
 
 def viewer_of(scope: Scope) -> str | None:
-    """The owner whose jobs a caller sees; None = all jobs."""
+    """The owner of the jobs that a caller sees; None = all jobs."""
     return None if sees_all(scope) else share_of(client_of(scope), scope)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from starlette.datastructures import Headers
@@ -25,25 +25,36 @@ from kakeya.gateway.session_hint import session_of
 from kakeya.generation.waiting import WaitTeller
 from kakeya.text.tools.answer import Part
 
+_Read = tuple[Reply, Mapping[str, object], CoordinatorFields, str, str]
+Detour = Callable[[Reply, Mapping[str, object], str, Scope, Receive, Send], Awaitable[bool]]
+"""Answers a request with its body and its share in another way; False = it does not."""
+
 
 class GenerationRoute:
     """The ASGI application behind the path of a dialect."""
 
-    def __init__(self, dialect: Dialect, generations: Generations) -> None:
+    def __init__(
+        self, dialect: Dialect, generations: Generations, detour: Detour | None = None
+    ) -> None:
         self._dialect = dialect
         self._generations = generations
+        self._detour = detour
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
         headers = Headers(scope=scope)
 
-        def read(whole: Mapping[str, object]) -> tuple[Reply, CoordinatorFields, str, str]:
+        def read(whole: Mapping[str, object]) -> _Read:
             body, fields = take_fields(whole)
             share = share_of(client_of(scope) or fields.client, scope)
-            return self._dialect(body, share), fields, share, session_of(body, headers)
+            return self._dialect(body, share), whole, fields, share, session_of(body, headers)
 
-        reply, fields, share, session = await read_request(scope, receive, generations.limits, read)
+        reply, whole, fields, share, session = await read_request(
+            scope, receive, generations.limits, read
+        )
+        if self._detour and await self._detour(reply, whole, share, scope, receive, send):
+            return
         asked = generations.settled(fields.applied(reply.asked, scope), session, scope)
         note_left_out(scope, asked.params.left_out)
         model, choice = generations.choose(asked.params.model, client_of(scope))

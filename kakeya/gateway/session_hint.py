@@ -32,7 +32,7 @@ from kakeya.prefix.seam import CacheUse, read_metadata
 from kakeya.text.changing_lines import stable_beginning
 from kakeya.text.chat import Chat
 
-_HEADERS = (
+SESSION_HEADERS = (
     "x-claude-code-session-id",
     "session-id",
     "thread-id",
@@ -47,7 +47,7 @@ _HASH_CHARS = 16
 
 def session_of(body: Mapping[str, object], headers: Headers) -> str:
     """The session that a client says its request belongs to; "" = none."""
-    for name in _HEADERS:
+    for name in SESSION_HEADERS:
         if (given := headers.get(name, "").strip()) and len(given) <= _LONGEST:
             return given
     metadata = body.get("metadata")

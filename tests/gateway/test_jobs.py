@@ -145,12 +145,13 @@ async def test_errors_are_typed_and_cost_nothing_else(
     path: str, body: dict[str, object], status: int, code: str, words: str
 ) -> None:
     async with hosting() as served:
+        whole = {"model": "small", "payload": {"texts": ["a"]}}
+        assert (await served.http.post(RERANK, json=whole)).status_code == 200
         answer = await served.http.post(path, json={"model": "small"} | body)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (status, code)
         assert words in error["message"]
         assert "Traceback" not in answer.text
-        whole = {"model": "small", "payload": {"texts": ["a"]}}
         assert (await served.http.post(RERANK, json=whole)).status_code == 200
 
 

@@ -301,6 +301,11 @@ class Router:
         return (DraftSource(kind="ngram"),) if policy != "off" else ()
 
 
+def no_jobs() -> JobQueue:
+    """Jobs that no file keeps."""
+    return JobQueue(None, clock=SystemClock(), rng=random.Random(2))
+
+
 @dataclass
 class Served:
     """A gateway on a real socket, with real clients."""
@@ -353,6 +358,7 @@ async def serving(
     jobs: JobQueue | None = None,
     capabilities: Capabilities | None = None,
 ) -> AsyncIterator[Served]:
+    jobs = jobs or no_jobs()
     app = build_app(
         Directory(*models, embedders=embedders),
         Router(),
@@ -375,8 +381,7 @@ async def serving(
     port = sock.getsockname()[1]
     base = f"http://127.0.0.1:{port}"
     async with serve_http(app, sock, head_s=head_s), Supervisor(SystemClock()) as works:
-        if jobs is not None:
-            jobs.start(works)
+        jobs.start(works)
         async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:
             transport = httpx.AsyncClient(trust_env=False)
             client = AsyncOpenAI(

@@ -23,6 +23,11 @@ def name_request(scope: Scope, rng: random.Random) -> None:
     scope[_KEY] = "req_" + draw_id("", rng, _LETTERS)[1:]
 
 
+def scope_of(answer: str) -> dict[str, object]:
+    """The part of a scope that makes its answer have a given id."""
+    return {_KEY: answer}
+
+
 def request_id(scope: Scope) -> str:
     """The id of a request."""
     found: str = scope[_KEY]

@@ -18,7 +18,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.server import serve_http
 from tests.fakes import set_by
-from tests.gateway.toy import Directory, Pace, Router, ToyModel, make_folder, serving
+from tests.gateway.toy import Directory, Pace, Router, ToyModel, make_folder, no_jobs, serving
 
 BODY = {"model": "toy", "prompt": "hi", "max_tokens": 20}
 
@@ -30,7 +30,12 @@ def folder(tmp_path):
 
 def app_of(model):
     return build_app(
-        Directory(model), Router(), status=dict, clock=SystemClock(), rng=random.Random(1)
+        Directory(model),
+        Router(),
+        status=dict,
+        clock=SystemClock(),
+        rng=random.Random(1),
+        jobs=no_jobs(),
     )
 
 

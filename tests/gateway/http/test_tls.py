@@ -20,7 +20,7 @@ from kakeya.core.errors import ConfigError
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.gateway.http.tls import SPEAK_TLS, ServerTls
-from tests.gateway.toy import Directory, Router, ToyModel, make_folder
+from tests.gateway.toy import Directory, Router, ToyModel, make_folder, no_jobs
 
 CA = trustme.CA()
 FIRST = CA.issue_cert("127.0.0.1", "localhost")
@@ -62,6 +62,7 @@ async def serving(
         status=dict,
         clock=SystemClock(),
         rng=random.Random(1),
+        jobs=no_jobs(),
     )
     sock = socket.create_server(("0.0.0.0", 0))
     port = sock.getsockname()[1]

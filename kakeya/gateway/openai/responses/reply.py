@@ -7,7 +7,7 @@ Beside OpenAI's fields, `kakeya.warnings` of a response tells what of the reques
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kakeya.backends.request import ChatRequest
 from kakeya.core.errors import KakeyaError
@@ -55,6 +55,16 @@ class ResponseReply:
             answer_id=self.id_prefix, created_at=0, model=self.asked.params.model, prompt_tokens=0
         )
         self._streamed: OutputItems | None = None  # None before the first part
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it is made without the connection that asks for it."""
+        return self._request.echo["background"] is True
+
+    def begun(self, response_id: str, created_at: int) -> Mapping[str, object]:
+        """The response before anything is done for it; `created_at` in wall seconds."""
+        self.head = replace(self.head, answer_id=response_id, created_at=created_at)
+        return self._body("queued", ())
 
     def opening(self) -> bytes:
         """The response without items."""

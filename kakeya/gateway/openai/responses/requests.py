@@ -2,8 +2,8 @@
 
 honoured     model, input, instructions, previous_response_id, store, tools, tool_choice,
              parallel_tool_calls, text.format, reasoning.effort, max_output_tokens, temperature,
-             top_p, stream, include of "message.output_text.logprobs" with top_logprobs, and what
-             `read_params` reads in all of OpenAI's dialect
+             top_p, stream, background, include of "message.output_text.logprobs" with top_logprobs,
+             and what `read_params` reads in all of OpenAI's dialect
 repeated     metadata, truncation, user and what else OpenAI's response repeats
 without use  include of all else: of what is told here, all is; reasoning.summary: thoughts come
              whole; client_metadata and others of `RESPONSE_NO_OPS`
@@ -13,7 +13,7 @@ refused      everything else: 400, code unsupported_parameter
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, object_of, refuse, shown, text
 from kakeya.gateway.http.fields import (
     NoOps,
+    flag_field,
     integer_field,
     is_object,
     is_one_of,
@@ -48,10 +49,11 @@ from kakeya.gateway.openai.responses.tools import read_choice, read_text_form, r
 from kakeya.text.chat import Chat
 
 _MAX_TOKENS = integer_field("max_output_tokens", 1, MOST_INT)
+_BACKGROUND = flag_field("background")
 RESPONSE = (
     GENERATION_PARAMS
     | TEMPLATE_PARAMS
-    | table(_MAX_TOKENS, TOP_LOGPROBS)
+    | table(_MAX_TOKENS, TOP_LOGPROBS, _BACKGROUND)
     | opaque("input", "instructions", "previous_response_id", "store", "include", "metadata")
     | opaque("truncation", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning")
 )
@@ -61,7 +63,6 @@ RESPONSE_NO_OPS: NoOps = {
     "max_tool_calls": lambda given: type(given) is int and given > 0,
     "stream_options": is_object,
     "context_management": is_one_of([]),
-    "background": is_one_of(False),
 }
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = frozenset(
@@ -73,23 +74,30 @@ _SUMMARIES = ("auto", "concise", "detailed", "none")
 
 
 def parse_response(
-    body: Mapping[str, object], store: ResponseStore, client: str = ""
+    body: Mapping[str, object],
+    store: ResponseStore,
+    client: str = "",
+    *,
+    earlier: Sequence[object] | None = None,
 ) -> ResponseReply:
-    """Read a request for a response, of a client as the store knows it. Raises InvalidArgument or
-    Unsupported naming the parameter."""
+    """Read a request for a response, of a client as the store knows it. `earlier` are the items of
+    `previous_response_id`, None = those of the store. Raises InvalidArgument or Unsupported naming
+    the parameter."""
     body = _sendable(body)
-    if flag(body, "background"):
+    is_background = _BACKGROUND.read(body)
+    if is_background and body.get("store") is False:
         raise Unsupported(
-            "background=true is not supported: an answer comes on the connection that asks for it; "
-            "leave it out",
-            param="background",
+            "store=false is not supported with background=true: the response is kept until it is "
+            "asked for; leave one of them out",
+            param="store",
         )
     refuse_unknown(body, RESPONSE, RESPONSE_NO_OPS)
     warnings: list[str] = []
     top_logprobs = _top_logprobs(body)
     previous_id = _word(body, "previous_response_id")
-    before = store.items(previous_id, client) if previous_id is not None else []
-    items = [*before, *read_input(body.get("input"))]
+    if earlier is None:
+        earlier = store.items(previous_id, client) if previous_id is not None else []
+    items = [*earlier, *read_input(body.get("input"))]
     instructions = _word(body, "instructions")
     messages = parse_items(items, instructions=instructions or "", warn=warnings.append)
     tools = read_tools(body.get("tools"), warn=warnings.append)
@@ -106,9 +114,11 @@ def parse_response(
         answer_schema=read_text_form(body.get("text")),
         answer_schema_at="text.format.schema",
     )
+    # One that is made in the background is kept by its job.
     is_kept = (body.get("store") is None or flag(body, "store")) and store.is_on
+    is_kept = is_kept and not is_background
     echo = {
-        "background": False,
+        "background": is_background,
         "instructions": instructions,
         "max_output_tokens": max_tokens,
         "metadata": object_of(body, "metadata"),
@@ -117,7 +127,7 @@ def parse_response(
         "prompt_cache_key": body.get("prompt_cache_key"),
         "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
         "service_tier": body.get("service_tier") or "default",
-        "store": is_kept,
+        "store": is_kept or is_background,
         "temperature": body.get("temperature"),
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",

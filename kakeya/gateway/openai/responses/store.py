@@ -11,15 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
+from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.core.units import format_bytes
-from kakeya.gateway.generation import client_of
 from kakeya.gateway.http.body import shown
 from kakeya.gateway.openai.reply import compact
-from kakeya.gateway.openai.share_params import share_of
 
 KEEP_S = 24 * 3600.0
 MOST_RESPONSES = 4096
@@ -62,6 +57,8 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._most_responses = most_responses
         self._mono = mono
+        self.elsewhere: Callable[[str, str], list[object] | None] = lambda _id, _client: None
+        """As `items`, of responses that are kept elsewhere; None = there is none."""
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     @property
@@ -82,6 +79,8 @@ class ResponseStore:
 
     def items(self, response_id: str, client: str) -> list[object]:
         """What a request that goes on from a response begins with. Raises InvalidArgument."""
+        if (known := self.elsewhere(response_id, client)) is not None:
+            return known
         if not self.is_on:
             raise InvalidArgument(f"previous_response_id: {_OFF}", param="previous_response_id")
         found = self._find(response_id, client)
@@ -122,29 +121,3 @@ class ResponseStore:
             f"it was asked for with store false, deleted, is older than {KEEP_S / 3600:.0f} hours, "
             f"or newer ones took its place ({format_bytes(self._most_bytes)} are kept)"
         )
-
-
-class StoredResponses:
-    """GET and DELETE /v1/responses/{id}."""
-
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
-
-    async def show(self, request: Request) -> Response:
-        """GET: the response as it was answered."""
-        if request.query_params.get("stream", "false") != "false":
-            raise Unsupported("stream is not supported for a kept response", param="stream")
-        body = self._store.body(*_asked(request))
-        return Response(body, media_type="application/json")
-
-    async def delete(self, request: Request) -> Response:
-        """DELETE."""
-        response_id, client = _asked(request)
-        self._store.delete(response_id, client)
-        gone = {"id": response_id, "object": "response", "deleted": True}
-        return Response(compact(gone), media_type="application/json")
-
-
-def _asked(request: Request) -> tuple[str, str]:
-    scope = request.scope
-    return request.path_params["response_id"], share_of(client_of(scope), scope)

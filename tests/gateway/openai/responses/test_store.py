@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from kakeya.core.errors import NotFound
+from kakeya.core.errors import InvalidArgument, NotFound
+from kakeya.gateway.generation import Generations
 from kakeya.gateway.openai.reply import compact
+from kakeya.gateway.openai.responses.background import BackgroundResponses
+from kakeya.gateway.openai.responses.kept import StoredResponses
 from kakeya.gateway.openai.responses.store import (
     KEEP_S,
     PreviousResponseNotFound,
     ResponseStore,
-    StoredResponses,
 )
+from tests.gateway.toy import no_jobs
 
 ITEM = {"role": "user", "content": "hi"}
 ASKED = compact([ITEM])
@@ -83,7 +88,12 @@ async def test_clients_without_names_are_told_apart_by_their_machines():
         head = {"query_string": b"", "headers": [], "client": (address, 5), "path_params": path}
         return Request({"type": "http", **head})
 
-    for act in (StoredResponses(store).show, StoredResponses(store).delete):
+    unused: Generations = None  # type: ignore[assignment]
+    background = BackgroundResponses(no_jobs(), unused, store, random.Random(1))
+    stored = StoredResponses(store, background)
+    for act in (stored.cancel, stored.delete):
         with pytest.raises(NotFound):
             await act(asked("192.0.2.2"))
-    assert (await StoredResponses(store).show(asked("192.0.2.1"))).status_code == 200
+    with pytest.raises(InvalidArgument, match="made at once"):
+        await stored.cancel(asked("192.0.2.1"))
+    assert (await stored.delete(asked("192.0.2.1"))).status_code == 200

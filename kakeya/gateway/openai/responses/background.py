@@ -1,0 +1,300 @@
+"""Responses with background=true: jobs, which go on without the connection that asked for them.
+
+A job keeps the request as it came, so that the response is made again from it after a restart, by
+the same route as every other one; a seed is drawn for it, so that it then says the same. One that
+was asked for with stream=true keeps its events in memory, in their order; their numbers are their
+places, so that a reader may come back at any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from kakeya.core.errors import InvalidArgument, KakeyaError
+from kakeya.core.tasks import is_cancelled
+from kakeya.core.units import MIB
+from kakeya.dispatch.job import Job, JobState
+from kakeya.dispatch.jobs import JobKind, JobNotFound, JobQueue, Tell
+from kakeya.gateway.generation import Generations, client_of
+from kakeya.gateway.http.edge import send_json
+from kakeya.gateway.http.request_ids import answer_id, scope_of
+from kakeya.gateway.openai.generation_params import SEED_BITS
+from kakeya.gateway.openai.reply import comment, compact
+from kakeya.gateway.openai.responses.output import numbered_event
+from kakeya.gateway.openai.responses.reply import ResponseReply
+from kakeya.gateway.openai.responses.requests import parse_response
+from kakeya.gateway.openai.responses.store import ResponseStore
+from kakeya.gateway.reply import EVENT_STREAM, Reply
+from kakeya.gateway.route import GenerationRoute
+from kakeya.gateway.session_hint import SESSION_HEADERS
+
+KIND = "response"
+_MOST_RUNNING = 64
+"""At a time; what their models have no place for waits as other requests do."""
+MOST_EVENT_BYTES = 16 * MIB
+"""Of the events of responses that have ended."""
+_FOREVER_S = 1e9
+_STATUS = {
+    JobState.QUEUED: "queued",
+    JobState.RUNNING: "in_progress",
+    JobState.FAILED: "failed",
+    JobState.CANCELLED: "cancelled",
+}
+
+
+class _Failed(KakeyaError):
+    """A stream ended with an error, which its last event told."""
+
+
+@dataclass(slots=True)
+class _EventLog:
+    """The events of one response. `grown` is set, and replaced, when there are more."""
+
+    events: list[bytes] = field(default_factory=list)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    size_bytes: int = 0
+
+    def add(self, piece: bytes) -> None:
+        """Add the events of a piece of a stream, and none of its comments."""
+        found = [one + b"\n\n" for one in piece.split(b"\n\n") if one.startswith(b"event:")]
+        self.events += found
+        self.size_bytes += sum(map(len, found))
+        grown, self.grown = self.grown, asyncio.Event()
+        grown.set()
+
+
+class _Following:
+    """The form of a stream that follows a job."""
+
+    content_type = EVENT_STREAM
+
+    def keepalive(self, waits_for: str) -> bytes:
+        """A comment."""
+        return comment(waits_for)
+
+
+class BackgroundResponses:
+    """Makes responses in the background, and shows, streams and cancels them."""
+
+    def __init__(
+        self, jobs: JobQueue, generations: Generations, store: ResponseStore, rng: random.Random
+    ) -> None:
+        self._jobs = jobs
+        self._generations = generations
+        self._store = store
+        self._rng = rng
+        self._logs: dict[str, _EventLog] = {}
+        jobs.add_kind(JobKind(name=KIND, run=self._work, concurrency=_MOST_RUNNING))
+        store.elsewhere = self._items
+
+    async def take(
+        self,
+        reply: Reply,
+        whole: Mapping[str, object],
+        share: str,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> bool:
+        """Make a job of a request for the background; False = it is none. Raises QueueFull."""
+        if not isinstance(reply, ResponseReply) or not reply.is_background:
+            return False
+        params = reply.asked.params
+        self._generations.choose(params.model, client_of(scope))
+        response_id = answer_id(scope, reply.id_prefix)
+        previous_id = whole.get("previous_response_id")
+        request = {
+            "body": {"seed": self._rng.getrandbits(SEED_BITS - 1), **whole},
+            "earlier": previous_id and self._store.items(str(previous_id), share),
+            "headers": _kept_headers(Headers(scope=scope)),
+            "host": (scope.get("client") or ("",))[0],
+            "response": reply.begun(response_id, int(self._generations.wall())),
+        }
+        job = self._jobs.submit(KIND, request, owner=share, job_id=response_id)
+        if params.stream:
+            self._forget_logs()
+            self._logs[response_id] = _EventLog()
+        await self._jobs.kept()
+        if params.stream:
+            await self.follow(job, -1, receive, send)
+        else:
+            await send_json(send, 200, body_of(job))
+        return True
+
+    def find(self, response_id: str, owner: str | None) -> Job | None:
+        """The job of a response; None = it is none of a job's, or not of this owner."""
+        try:
+            job = self._jobs.find(response_id, owner)
+        except JobNotFound:
+            return None
+        return job if job.kind == KIND else None
+
+    async def cancel(self, job: Job) -> Job:
+        """End the work for a response, unless it has ended."""
+        ended = self._jobs.cancel(job.job_id, None)
+        await self._jobs.kept()
+        return ended
+
+    async def forget(self, job: Job) -> None:
+        """End the work for a response, and drop it."""
+        self._jobs.forget(job.job_id, None)
+        self._logs.pop(job.job_id, None)
+        await self._jobs.kept()
+
+    async def follow(self, job: Job, after: int, receive: Receive, send: Send) -> None:
+        """Stream the events of a response behind the number `after`, -1 = all, to their end.
+
+        Raises InvalidArgument where none are kept.
+        """
+        log = self._logs.get(job.job_id)
+        if log is None:
+            raise InvalidArgument(
+                "stream=true: the events of this response are not kept; they are for a while, of "
+                "responses that were created with stream=true. Get it without stream",
+                param="stream",
+            )
+        over = asyncio.ensure_future(self._jobs.ended(job.job_id, None, _FOREVER_S))
+        try:
+            async with self._generations.connection(receive, send, stream=_Following()) as client:
+                sent = after + 1
+                while True:
+                    grown = asyncio.ensure_future(log.grown.wait())
+                    if new := log.events[sent:]:
+                        await client.send_event(b"".join(new))
+                        sent += len(new)
+                    elif over.done():
+                        break
+                    await asyncio.wait((grown, over), return_when=asyncio.FIRST_COMPLETED)
+                    grown.cancel()
+                await client.end(_last_event(over.result(), log, sent))
+        finally:
+            over.cancel()
+
+    async def _work(self, job: Job, tell: Tell) -> object:
+        request = json.loads(job.request)
+        log = self._logs.get(job.job_id)
+        is_stream = bool(request["body"].get("stream"))
+        if is_stream:
+            log = self._logs[job.job_id] = log or _EventLog()
+            log.events.clear()  # of a try that the node cut off
+        earlier = request["earlier"]
+        route = GenerationRoute(
+            lambda body, share: parse_response(body, self._store, share, earlier=earlier),
+            self._generations,
+        )
+        exchange = _Exchange(compact(request["body"]), log)
+        headers = [(name.encode(), value.encode()) for name, value in request["headers"]]
+        scope = scope_of(job.job_id) | {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/responses",
+            "headers": headers,
+            "client": (request["host"], 0),
+        }
+        await route(scope, exchange.receive, exchange.send)
+        made = exchange.response()
+        made["created_at"] = request["response"]["created_at"]
+        return made
+
+    def _items(self, response_id: str, client: str) -> list[object] | None:
+        """What a request that goes on from a response begins with; None = it is no job's, or not
+        there yet."""
+        job = self.find(response_id, client)
+        if job is None or job.result is None:
+            return None
+        request = json.loads(job.request)
+        given = request["body"]["input"]
+        items = given if isinstance(given, list) else [{"role": "user", "content": given}]
+        return [*(request["earlier"] or ()), *items, *json.loads(job.result)["output"]]
+
+    def _forget_logs(self) -> None:
+        """Drop the events of responses that are forgotten, and the oldest of too many."""
+        size = 0
+        for response_id in reversed(tuple(self._logs)):
+            job = self.find(response_id, None)
+            if job is not None and job.state.is_end:
+                size += self._logs[response_id].size_bytes
+            if job is None or (job.state.is_end and size > MOST_EVENT_BYTES):
+                del self._logs[response_id]
+
+
+class _Exchange:
+    """The connection of a request that a job sends."""
+
+    def __init__(self, body: bytes, log: _EventLog | None) -> None:
+        self._body: bytes | None = body
+        self._log = log
+        self._answer = b""
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """The body, and then nothing: a job does not leave."""
+        body, self._body = self._body, None
+        if body is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": body or b"", "more_body": False}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Take a piece of the answer."""
+        piece: bytes = message.get("body", b"")
+        if self._log is None:
+            self._answer += piece
+        elif piece and not is_cancelled():
+            # One that is cancelled ends by its job, and not by what the route says of it.
+            self._log.add(piece)
+
+    def response(self) -> dict[str, object]:
+        """The response that came. Raises a KakeyaError where its stream ended with one."""
+        if self._log is None:
+            whole: dict[str, object] = json.loads(self._answer)
+            return whole
+        last: dict[str, object] = _data_of(self._log.events[-1])["response"]
+        if last["status"] == "failed":
+            error = last["error"]
+            assert isinstance(error, dict), last
+            failed = _Failed(error["message"])
+            failed.code = error["code"]
+            raise failed
+        return last
+
+
+def body_of(job: Job) -> bytes:
+    """A response as it is now, as JSON."""
+    if job.result is not None:
+        return job.result
+    body = json.loads(job.request)["response"] | {"status": _STATUS[job.state]}
+    if job.error is not None:
+        body["error"] = {"code": job.error.code, "message": job.error.message}
+    return compact(body)
+
+
+def _last_event(job: Job, log: _EventLog, sent: int) -> bytes:
+    """The end of a stream, where its job ended without telling one."""
+    is_told = bool(log.events) and _data_of(log.events[-1])["type"] in _LAST
+    if is_told or not job.state.is_end:  # the latter where this node stops
+        return b""
+    return numbered_event(sent, "response.failed", response=json.loads(body_of(job)))
+
+
+_LAST = ("response.completed", "response.incomplete", "response.failed")
+
+
+def _data_of(event: bytes) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(event.partition(b"\ndata: ")[2])
+    return data
+
+
+def _kept_headers(headers: Headers) -> Sequence[tuple[str, str]]:
+    """The headers that say something of a generation, and no secret."""
+    return [
+        (name, value)
+        for name, value in headers.items()
+        if name in SESSION_HEADERS or name.startswith("x-kakeya-") or name == "x-priority"
+    ]
