@@ -111,7 +111,7 @@ class Clients:
     def __init__(self, mono: Callable[[], float]) -> None:
         self._mono = mono
         self._clients: OrderedDict[tuple[str, str], _Client] = OrderedDict()
-        """The one whose last request is oldest stands first."""
+        """In the order of their last requests, the oldest first."""
         self._inside: dict[str, tuple[str, str, ClientRequest]] = {}
         """The requests that are here, with client and user, by the end of their id."""
 
@@ -152,7 +152,7 @@ class Clients:
         return None if found is None else (found[0], found[2].as_json(self._mono()))
 
     def waiting(self) -> Sequence[Json]:
-        """The requests with a label whose answers have not begun, the oldest first."""
+        """The requests with a label that wait for their answer to begin, the oldest first."""
         now = self._mono()
         return [
             {"client": client, "user": user, **request.as_json(now)}

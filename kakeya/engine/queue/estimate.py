@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kakeya.engine.queue.policy import CLASSES, EQUAL_TOKENS, Account, ClaimT, done_alone_s
@@ -92,8 +92,7 @@ class Arrivals:
 def service_order(claims: Sequence[ClaimT], tokens: Callable[[ClaimT], int]) -> list[ClaimT]:
     """The claims in the order in which they are expected to get places: by class, share and work.
 
-    `tokens` are the weighted tokens that a claim will use. Users of one client and places by age
-    are left out.
+    `tokens` are the weighted tokens that a claim will use. Places by age are left out.
     """
     order: list[ClaimT] = []
     for priority in sorted({claim.priority for claim in claims}):
@@ -103,21 +102,31 @@ def service_order(claims: Sequence[ClaimT], tokens: Callable[[ClaimT], int]) -> 
 
 
 def _shared_out(claims: Sequence[ClaimT], tokens: Callable[[ClaimT], int]) -> list[ClaimT]:
-    """The claims of a class, given with the last one first, as their clients take turns."""
+    """The claims of a class, given with the last one first, as clients and their users take
+    turns."""
     lines: dict[Account, list[ClaimT]] = {}
     for claim in claims:
-        lines.setdefault(claim.account.owner or claim.account, []).append(claim)
-    used = {account: account.used for account in lines}
+        lines.setdefault(claim.account, []).append(claim)
+    used = {one: one.used for account in lines for one in (account, account.owner or account)}
     order: list[ClaimT] = []
     while lines:
-        equal = min(used[account] for account in lines) + EQUAL_TOKENS
-        account = min(
-            (one for one in lines if used[one] <= equal),
-            key=lambda one: done_alone_s(lines[one][-1]),
-        )
+        account = min(_equals(lines, used), key=lambda one: done_alone_s(lines[one][-1]))
         claim = lines[account].pop()
         order.append(claim)
-        used[account] += tokens(claim)
+        for one in {account, account.owner or account}:
+            used[one] += tokens(claim)
         if not lines[account]:
             del lines[account]
     return order
+
+
+def _equals(accounts: Iterable[Account], used: Mapping[Account, int]) -> Iterator[Account]:
+    """The accounts that may be next: of clients with an equal share, users with one."""
+    of_client: dict[Account, list[Account]] = {}
+    for account in accounts:
+        of_client.setdefault(account.owner or account, []).append(account)
+    equal = min(used[client] for client in of_client) + EQUAL_TOKENS
+    for client, users in of_client.items():
+        if used[client] <= equal:
+            equal_user = min(used[user] for user in users) + EQUAL_TOKENS
+            yield from (user for user in users if used[user] <= equal_user)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -25,8 +26,9 @@ _SPARE = 100
 """Telling takes at most such a part of the time."""
 _KEPT = 64
 """Lengths of past answers."""
-_MARK_S = 4.0
-"""Over such a time the speed of a generation is measured."""
+_SPEED_S = 15.0
+"""Over about such a time the speed of decoding is measured: long enough for other programs of the
+machine to come and go, short enough for the estimate to follow a change of rows."""
 
 
 class QueueWaits:
@@ -38,7 +40,7 @@ class QueueWaits:
         self._pace = pace
         self._past: deque[int] = deque(maxlen=_KEPT)
         self._arrivals = Arrivals()
-        self._step_s = 0.0
+        self._step_s = self._seconds = self._tokens_made = self._measured_s = 0.0
         self._places = 1
         self._next_s = 0.0
 
@@ -103,15 +105,19 @@ class QueueWaits:
 
     def _measure(self, running: Sequence[QueueRow], now_s: float) -> None:
         """Take the mean time of a token, over the last seconds of all that decode."""
+        kept = math.exp(-max(0.0, now_s - self._measured_s) / _SPEED_S)
+        self._measured_s = now_s
         now_s = self._decoding_s(now_s)
-        seconds, tokens = 0.0, 0
+        self._seconds, self._tokens_made = self._seconds * kept, self._tokens_made * kept
         for row in running:
             if row.has_first_token and row.made > row.mark_tokens:
-                seconds += now_s - row.mark_s
-                tokens += row.made - row.mark_tokens
-                if now_s - row.mark_s >= _MARK_S:
-                    row.mark_s, row.mark_tokens = now_s, row.made
-        self._step_s = seconds / tokens if tokens else self._step_s or self._pace.step_s
+                self._seconds += now_s - row.mark_s
+                self._tokens_made += row.made - row.mark_tokens
+                row.mark_s, row.mark_tokens = now_s, row.made
+        if self._tokens_made:
+            self._step_s = self._seconds / self._tokens_made
+        elif not self._step_s:
+            self._step_s = self._pace.step_s
 
     def _share_s(self, row: QueueRow) -> float:
         """Seconds of the engine that a generation takes from the others."""

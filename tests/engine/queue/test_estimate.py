@@ -82,6 +82,9 @@ def test_all_are_in_the_order_of_service_once_and_by_class(
     claims = []
     for number, (priority, client, used, arrived_s) in enumerate(made_of):
         account = accounts.setdefault((priority, client), Account(client, priority, used))
+        if used % 2:  # of a user of the client
+            user = Account(client, priority, used, user=str(used % 5), owner=account)
+            account = accounts.setdefault((priority, client + user.user), user)
         claims.append(GenerationClaim(account=account, number=number, arrived_s=arrived_s))
     order = service_order(claims, lambda _: 300)
     assert sorted(claim.number for claim in order) == list(range(len(claims)))
