@@ -22,6 +22,8 @@ REAL = Path(
 """The folder of the model of real size, once `scripts/real_model` has made it."""
 REAL_EMBEDDER = REAL.parent / "real-embedder"
 """The same of a real encoder, by `scripts/real_model embedder`."""
+REAL_GGUF = REAL.parent / "real-gguf" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The same weights as llama.cpp takes them, by `scripts/real_model gguf`."""
 NAMED = os.environ.get("KAKEYA_BENCH_MODEL")
 """The model folder of `scripts/bench --model`, for benchmarks that take any model."""
 SHAPES = {

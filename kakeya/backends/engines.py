@@ -1,4 +1,4 @@
-"""The models of a node that engine children run: their names, commands and sockets."""
+"""The models of a node that engine children run: their names, recipes and sockets."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from kakeya.adapters.config import AdapterConfig
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.child import Child, ChildClient, engine_client
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, Command
+from kakeya.backends.llama.client import llama_client
+from kakeya.backends.llama.find import find_server, missing_server
+from kakeya.backends.llama.plan import LLAMA_OPTIONS, plan_of
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
-from kakeya.core.errors import NotFound
+from kakeya.core.errors import ConfigError, NotFound
 from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.log import event
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import DraftModelState, ModelFacts, ModelState
-from kakeya.generation.spec import ModelRole, ModelSpec, resolve
+from kakeya.generation.manifest import LLAMA, MLX
+from kakeya.generation.spec import ModelRole, ModelSpec, is_gguf, resolve
 from kakeya.memory.api import MemoryArbiter
 
 _log = logging.getLogger(__name__)
@@ -28,6 +35,44 @@ _SOCKET_NAME_BYTES = 32
 """The length of an engine's folder and socket below the folder of all sockets."""
 EngineCommand = Callable[[ModelSpec, str], Command]
 """Builds the command of an engine child from the resolved name of its model."""
+
+
+class EngineRecipe(NamedTuple):
+    """How the engine of a model is made. `most_running` bounds its sequences, 0 = as configured;
+    `kv_bytes` are taken at the start, None = they grow."""
+
+    command: Command
+    client: Callable[[Child], ChildClient] = engine_client
+    most_running: int = 0
+    kv_bytes: int | None = None
+
+
+def _on_backend(spec: ModelSpec, resolved: str | None) -> ModelSpec:
+    """The spec with the backend that its files call for; None = it has none."""
+    if resolved is None:
+        return spec
+    backend, said = LLAMA if is_gguf(resolved) else MLX, spec.manifest
+    if said.backend and said.backend != backend:
+        raise ConfigError(
+            f"models.{spec.model_id}.backend is {said.backend}, and {resolved} is a model for "
+            f"{backend}; leave it out, or name other files"
+        )
+    known = LLAMA_OPTIONS if backend == LLAMA else ()
+    said.check_options(spec.model_id, backend, known=known)
+    return replace(spec, manifest=replace(said, backend=backend))
+
+
+def _gguf_recipe(spec: ModelSpec, resolved: str, named: str) -> EngineRecipe:
+    if spec.role is not ModelRole.VERIFIER:
+        raise ConfigError(
+            f"model {spec.model_id!r} is a GGUF file, which can only answer requests; give it as "
+            f"--model without a role, not as {spec.role}"
+        )
+    program = find_server(named)
+    if program is None:
+        raise missing_server(spec.model_id)
+    plan = plan_of(Path(resolved), dict(spec.manifest.options))
+    return EngineRecipe(plan.command(program), llama_client(plan), plan.slots, plan.kv_bytes)
 
 
 def engine_command(
@@ -99,26 +144,30 @@ class Engines:
         on_change: Callable[[], None],
         sockets: Path | None = None,
         patience_s: float = WAIT_S,
+        llama_server: str = "",
     ) -> None:
         """A request without a deadline waits `patience_s` for its model. Sockets lie in `sockets`,
-        or in the system's temporary folder.
+        or in the system's temporary folder. `llama_server` is the program for GGUF files, "" = the
+        one that is found.
 
-        Raises ConfigError for a model that cannot be found.
+        Raises ConfigError for a model that cannot be found, and for a GGUF file that cannot be
+        served.
         """
         self._sockets = sockets
-        self._specs = tuple(specs)
         self._on_change = on_change
         self.use(options)
         self._clock = clock
         self._has_hinted = False
         self._followers: list[Callable[[ResidentModel], None]] = []
-        engines = [spec for spec in specs if not spec.is_ngram]
-        self.sources = {spec.model_id: resolve(spec) for spec in engines}
-        """Model id -> its folder or Hugging Face id, for models with an engine."""
-        for spec in engines:
-            spec.manifest.check_options(spec.model_id, spec.backend, known=())
-        self._commands = {
-            spec.model_id: command(spec, self.sources[spec.model_id]) for spec in engines
+        self.sources = {spec.model_id: resolve(spec) for spec in specs if not spec.is_ngram}
+        """Model id -> its folder, GGUF file or Hugging Face id, for models with an engine."""
+        self._specs = tuple(_on_backend(spec, self.sources.get(spec.model_id)) for spec in specs)
+        engines = [spec for spec in self._specs if not spec.is_ngram]
+        self._recipes = {
+            spec.model_id: _gguf_recipe(spec, self.sources[spec.model_id], llama_server)
+            if spec.backend == LLAMA
+            else EngineRecipe(command(spec, self.sources[spec.model_id]))
+            for spec in engines
         }
         self._models = {
             spec.model_id: ResidentModel(
@@ -145,14 +194,24 @@ class Engines:
     def make(self, model_id: str) -> EngineBackend:
         """Make a new backend of a model without starting it. Raises NotFound."""
         model = self.get(model_id)
+        options = self._own_options.get(model_id, self._options)
+        recipe = self._recipes[model_id]
+        rows = min(options.max_running, recipe.most_running or options.max_running)
         return EngineBackend(
             model_id,
-            self._commands[model_id],
-            options=self._own_options.get(model_id, self._options),
+            recipe.command,
+            client=recipe.client,
+            options=replace(options, max_running=rows),
             clock=self._clock,
             on_change=lambda _: model.engine_changed(),
             runtime_dir=self._sockets,
         )
+
+    @property
+    def fixed_kv_bytes(self) -> Mapping[str, int]:
+        """The memory of keys and values of those models that take all of it at the start."""
+        recipes = self._recipes.items()
+        return {name: made.kv_bytes for name, made in recipes if made.kv_bytes is not None}
 
     def get(self, model_id: str) -> ResidentModel:
         """Find a model that has an engine. Raises NotFound."""

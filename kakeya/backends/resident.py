@@ -30,6 +30,7 @@ from pathlib import Path
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.llama.plan import text_source
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms, terms_within
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
@@ -163,7 +164,7 @@ class ResidentModel:
     def folder(self) -> Path | None:
         """See `ServedModel`."""
         with contextlib.suppress(ConfigError):
-            found = Path(resolve(self._spec))
+            found = text_source(resolve(self._spec))
             return found if found.is_dir() else None
         return None
 

@@ -3,7 +3,8 @@
     lease    the memory of the engine right after its load (estimated, later measured), and room for
              keys and values
 
-The room for keys and values holds `FIRST_KV_TOKENS` tokens at first; the engine asks for more when
+llama-server, which runs GGUF files, takes the memory of all its keys and values at the start.
+The room of other engines holds `FIRST_KV_TOKENS` tokens at first; the engine asks for more when
 sequences need it (`engine/kv_lender`).
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -163,9 +164,11 @@ def lease_sizes(
     history: SizeHistory,
     hub: Path | None,
     stated_bytes: Mapping[str, int] = MappingProxyType({}),
+    fixed_kv_bytes: Mapping[str, int] = MappingProxyType({}),
     platform: str = sys.platform,
 ) -> dict[str, LeaseSize]:
-    """Size the lease of each model; `sources` maps an id to the resolved source and the capability.
+    """Size the lease of each model; `sources` maps an id to the resolved source and the capability,
+    `fixed_kv_bytes` one of those that take the memory of all keys and values at the start to that.
 
     Blocks. Raises ConfigError for a model that alone exceeds the budget, and for the stated size of
     an unknown model. A model of which only the name is known is not checked.
@@ -182,11 +185,14 @@ def lease_sizes(
             kind=kind,
             encodes=kind == EMBED,
         )
+        is_fixed = kind == EMBED or model_id in fixed_kv_bytes
+        base_bytes = estimate.base_bytes + fixed_kv_bytes.get(model_id, 0)
+        estimate = replace(estimate, base_bytes=base_bytes)
         if model_id in stated_bytes:
             estimate = stated(estimate, stated_bytes[model_id])
         elif estimate.problem:
             event(_log, "size is a guess", level=logging.WARNING, problem=estimate.problem)
-        size = LeaseSize(estimate, 0) if kind == EMBED else lease_size(estimate, budget)
+        size = LeaseSize(estimate, 0) if is_fixed else lease_size(estimate, budget)
         sizes[model_id] = size
         if size.bytes > budget and estimate.source != "name":
             raise ConfigError(

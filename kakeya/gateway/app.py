@@ -81,7 +81,7 @@ from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
-from kakeya.generation.manifest import BACKENDS, Category
+from kakeya.generation.manifest import MLX, Category
 from kakeya.generation.model import (
     DraftRouter,
     EmbeddingModel,
@@ -379,7 +379,7 @@ class Gateway:
             "max_model_len": context,
             "max_context_length": context,
             "state": model.state.value,
-            "backend": model.manifest.backend or BACKENDS[0],
+            "backend": model.manifest.backend or MLX,
             "quantization": facts and (facts.quantization or facts.dtype),
         }
 

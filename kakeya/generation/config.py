@@ -73,6 +73,15 @@ class ModelsConfig:
         key="models.awake",
     )
 
+    llama_server: str = setting(
+        "the program llama-server, which runs GGUF files (the one on PATH, else the one that "
+        "scripts/llama_server built)",
+        text,
+        "",
+        key="models.llama_server",
+        variable="KAKEYA_LLAMA_SERVER",
+    )
+
     rows: int = setting(
         "the most generations of a model that run at the same time and share its forwards, where "
         "more of them give more tokens per second and memory has room for their KV",

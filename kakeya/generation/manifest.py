@@ -28,7 +28,7 @@ from kakeya.core.settings import (
 
 MOST_MB = 64 * 1024 * 1024
 MOST_WARM_S = 7 * 86_400.0
-BACKENDS = ("mlx",)
+BACKENDS = MLX, LLAMA = ("mlx", "llama-server")
 """What runs models; of a model without a `backend` its files decide."""
 LIVE = frozenset(
     {

@@ -1,9 +1,11 @@
-"""The models that a node serves, by name: an embedded model, a folder, or a Hugging Face id.
+"""The models that a node serves, by name: an embedded model, a folder, a GGUF file, or a Hugging
+Face id.
 
     NAME=SOURCE                                 NAME
     kakeya-tiny, org/name                       the same
     .../models--org--name/snapshots/COMMIT      org/name: a folder of Hugging Face's cache
     any other folder, or a link to one          its own name
+    NAME.gguf                                   NAME
 
 Only names and folders are looked at here; weights belong to engine children.
 """
@@ -17,13 +19,15 @@ from enum import StrEnum
 from pathlib import Path
 
 from kakeya.core.errors import ConfigError
+from kakeya.core.gguf import gguf_files
 from kakeya.core.ids import NGRAM
 from kakeya.core.settings import Illegal
-from kakeya.generation.manifest import NO_MANIFEST, Category, Manifest
+from kakeya.generation.manifest import MLX, NO_MANIFEST, Category, Manifest
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "models"
 EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft", "kakeya-tiny-tools")
 """Models that are shipped, with one tokenizer."""
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z", re.ASCII)
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\Z", re.ASCII)
 _CACHED = re.compile(r"models--([\w.-]+)\Z", re.ASCII)
@@ -56,7 +60,7 @@ class ModelSpec:
     @property
     def backend(self) -> str:
         """The name of what runs it."""
-        return self.manifest.backend or "mlx"
+        return self.manifest.backend or MLX
 
     @property
     def is_ngram(self) -> bool:
@@ -86,7 +90,8 @@ def named_model(name: str, source: str, role: ModelRole) -> ModelSpec:
 
 
 def resolve(spec: ModelSpec) -> str:
-    """Return the folder, or the Hugging Face id, that an engine loads. Raises ConfigError."""
+    """Return the folder, the GGUF file, or the Hugging Face id, that an engine loads; of a folder
+    with a GGUF file, that file. Raises ConfigError."""
     if spec.source in EMBEDDED:
         return str(_checked(EMBEDDED_FOLDER / spec.source, spec.source))
     path = Path(spec.source).expanduser()
@@ -98,7 +103,7 @@ def resolve(spec: ModelSpec) -> str:
     hint = f"did you mean {close[0]}? " if close else ""
     raise ConfigError(
         f"model {spec.source!r} is not known: {hint}give {', '.join(EMBEDDED)}, "
-        "an existing folder, or a Hugging Face id such as org/name"
+        f"an existing folder, a file *{GGUF}, or a Hugging Face id such as org/name"
     )
 
 
@@ -111,9 +116,24 @@ def _snapshot(folder: Path) -> Path:
     return folder / "snapshots" / commit if _CACHED.match(folder.name) else folder
 
 
+def is_gguf(resolved: str) -> bool:
+    """Whether an engine loads a GGUF file."""
+    return resolved.endswith(GGUF)
+
+
 def _checked(folder: Path, source: str) -> Path:
+    if folder.is_file() and folder.suffix == GGUF:
+        return folder
     if not folder.is_dir():
-        raise ConfigError(f"model {source!r} is no folder: {folder}; name the folder that holds it")
+        raise ConfigError(
+            f"model {source!r} is no folder: {folder}; name the folder that holds it, or a file "
+            f"*{GGUF}"
+        )
+    if not any(folder.glob("*.safetensors")) and (files := gguf_files(folder)):
+        if len(files) > 1:
+            names = ", ".join(one.name for one in files)
+            raise ConfigError(f"model folder {folder} holds several models: {names}; name one file")
+        return files[0]
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
@@ -168,4 +188,4 @@ def _model_id(source: str) -> str:
         return cached[1].replace("--", "/", 1)
     if path.name == NGRAM:
         raise Illegal(f"{source!r} would be served as {NGRAM}, which is a name of its own; rename")
-    return path.name
+    return path.stem if path.suffix == GGUF else path.name

@@ -100,6 +100,7 @@ class Agent:
                 options=EngineOptions(max_running=config.chosen.rows),
                 sockets=sockets_folder(self._folder),
                 wait_s=config.chosen.wait_s,
+                llama_server=config.chosen.llama_server,
             ),
             data_dir=self._folder,
             clock=self._clock,

@@ -73,12 +73,13 @@ TEND_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """The command line, the sockets and the options of engines, and the longest wait for one."""
+    """How engines are run, the longest wait for one, and the program for GGUF files."""
 
     command: EngineCommand
     options: EngineOptions
     sockets: Path | None
     wait_s: float = WAIT_S
+    llama_server: str = ""
 
 
 def _with_care(command: EngineCommand, care: PanicCare) -> EngineCommand:
@@ -143,6 +144,7 @@ class NodeMemory:
             on_change=on_change,
             sockets=setup.sockets,
             patience_s=setup.wait_s,
+            llama_server=setup.llama_server,
         )
         self.dispatched = DispatchedPressure(mono=clock.mono)
         self.plugins: tuple[PluginReport, ...] = ()
@@ -284,6 +286,7 @@ class NodeMemory:
             history=self._history,
             hub=hub_folder(os.environ, Path.home()),
             stated_bytes=dict(self._config.stated_bytes) | stated,
+            fixed_kv_bytes=self.engines.fixed_kv_bytes,
             platform=sys.platform,
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
+from kakeya.backends.llama.plan import text_source
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
 from kakeya.generation.facts import ModelState
@@ -50,7 +50,7 @@ async def node_precache(
 
     def begin_text(model: ResidentModel) -> None:
         """Read a model's text files beside its weights: a first request then waits for none."""
-        folder = Path(memory.engines.sources[model.model_id]).expanduser()
+        folder = text_source(memory.engines.sources[model.model_id])
         is_coming = model.role is ModelRole.VERIFIER and model.state is ModelState.LOADING
         if is_coming and folder.is_dir():
             precache.texts.renew(str(folder))

@@ -41,6 +41,9 @@ _FORMATS = frozenset(
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose content is no schema."""
 _ANY = "/(?s:.*)/"
+_ONLY_JSON = re.compile(
+    r"%llguidance \{\}\nstart: (?:thoughts\? )?answer\nanswer: %json (.*)(?:\n|\Z)"
+)
 _KEYWORD = re.compile(r"Unimplemented keys: \[(.*?)\]|^(\w+) constraints are not supported")
 
 
@@ -109,6 +112,16 @@ def answer_grammar(shape: AnswerShape, functions: Sequence[FunctionTool], marks:
             param="tools" if callable_ else shape.schema_at,
         )
     return grammar
+
+
+def schema_of(grammar: str) -> dict[str, object] | None:
+    """The JSON schema of the answers that a grammar of `answer_grammar` accepts, where these are
+    nothing but JSON; thoughts before it are left out where they need not be. None = it is more."""
+    found = _ONLY_JSON.match(grammar)
+    schema: dict[str, object] | None = json.loads(found[1]) if found else None
+    if schema is not None:
+        schema.pop("x-guidance", None)
+    return schema
 
 
 def _callable(shape: AnswerShape, functions: Sequence[FunctionTool]) -> list[FunctionTool]:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from kakeya.backends.attempt import Attempt
+from kakeya.backends.engine.child import Child, ChildClient, engine_client
 from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.life import Engine, EngineLife, EngineOptions, EngineSpec
 from kakeya.backends.engine.process import Command
@@ -46,6 +47,7 @@ class EngineBackend(EngineLife):
         model_id: str,
         command: Command,
         *,
+        client: Callable[[Child], ChildClient] = engine_client,
         options: EngineOptions | None = None,
         clock: Clock | None = None,
         runtime_dir: Path | None = None,
@@ -53,7 +55,13 @@ class EngineBackend(EngineLife):
         on_change: Callable[[ServedModel], None] = lambda _: None,
     ) -> None:
         super().__init__(
-            EngineSpec(model_id=model_id, command=command, runtime_dir=runtime_dir, env=env),
+            EngineSpec(
+                model_id=model_id,
+                command=command,
+                client=client,
+                runtime_dir=runtime_dir,
+                env=env,
+            ),
             options or EngineOptions(),
             clock=clock or SystemClock(),
             on_change=lambda: on_change(self),

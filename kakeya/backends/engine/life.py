@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from kakeya.backends.engine.client import EngineClient, EngineMemoryLimits
+from kakeya.backends.engine.child import Child, ChildClient, engine_client
+from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.process import Command, EngineProcess, SocketFolder
 from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn, RestartPolicy
 from kakeya.backends.gate import Gate
@@ -105,7 +106,7 @@ class Engine:
     """A child that serves."""
 
     process: EngineProcess
-    client: EngineClient
+    client: ChildClient
     decode_timeout_s: float
     free_kv_bytes: Callable[[], int]
 
@@ -115,17 +116,19 @@ class Engine:
         return self.process.pid
 
     def decode(self, request: DecodeRequest, offer: KvOffer) -> AsyncGenerator[Frame, None]:
-        """Stream the frames of a decode. Raises the errors of `EngineClient.decode`."""
+        """Stream the frames of a decode. Raises the errors of `ChildClient.decode`."""
         offer = replace(offer, free_bytes=self.free_kv_bytes())
         return self.client.decode(request, self.decode_timeout_s, offer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """The child to run. `env` None = the agent's, `runtime_dir` None = the system's default."""
+    """The child to run, and what makes its client. `env` None = the agent's, `runtime_dir` None =
+    the system's default."""
 
     model_id: str
     command: Command
+    client: Callable[[Child], ChildClient] = engine_client
     runtime_dir: Path | None = None
     env: Mapping[str, str] | None = None
 
@@ -276,12 +279,16 @@ class EngineLife:
         process = await EngineProcess.start(
             self.model_id, self._spec.command, socket, self._spec.env, self._loads
         )
-        client = EngineClient(
-            self.model_id,
-            process.address,
-            self.options.keepalive,
-            self._clock,
-            lend=lambda want: self.kv_source.lend(want),
+        client = self._spec.client(
+            Child(
+                model_id=self.model_id,
+                pid=process.pid,
+                socket=socket,
+                keepalive=self.options.keepalive,
+                clock=self._clock,
+                lend=lambda want: self.kv_source.lend(want),
+                on_progress=self._loads,
+            )
         )
         self.pid = process.pid
         self.on_work()
@@ -324,7 +331,7 @@ class EngineLife:
                 self._move(ModelState.FAILED, plan.reason)
         return plan
 
-    async def _attend(self, process: EngineProcess, client: EngineClient) -> None:
+    async def _attend(self, process: EngineProcess, client: ChildClient) -> None:
         """Wait for the model, then probe; a child that fails either is killed."""
         try:
             facts = await self._described(client)
@@ -344,7 +351,7 @@ class EngineLife:
         self._move(ModelState.READY, "")
         process.kill(await self._probed_until_ill(client))
 
-    async def _limited(self, client: EngineClient, facts: ModelFacts) -> ModelFacts:
+    async def _limited(self, client: ChildClient, facts: ModelFacts) -> ModelFacts:
         """Bound a new engine before it serves; its facts may depend on the bounds."""
         try:
             await client.set_limits(self.limits, self.options.call_timeout_s)
@@ -360,7 +367,7 @@ class EngineLife:
             return facts
         return await client.describe(self.options.call_timeout_s)
 
-    async def _probed_until_ill(self, client: EngineClient) -> str:
+    async def _probed_until_ill(self, client: ChildClient) -> str:
         """Probe until too many probes fail in a row; return the fault of the last one."""
         missed, wrong = 0, ""
         while missed < self.options.max_missed_probes:
@@ -377,7 +384,7 @@ class EngineLife:
             missed += bool(wrong)
         return wrong
 
-    async def _end_care(self, client: EngineClient) -> None:
+    async def _end_care(self, client: ChildClient) -> None:
         """Let an engine run as many sequences as configured again when its time of care is over."""
         usual = self.options.max_running
         if self.limits.max_running in (0, usual) or self._clock.mono() < self._careful_until_mono:
@@ -393,7 +400,7 @@ class EngineLife:
             self.facts = facts
             self._on_change()
 
-    async def _described(self, client: EngineClient) -> ModelFacts:
+    async def _described(self, client: ChildClient) -> ModelFacts:
         started = self._clock.mono()
         while (left_s := self.options.start_timeout_s - (self._clock.mono() - started)) > 0:
             try:

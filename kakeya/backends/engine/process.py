@@ -121,11 +121,6 @@ class EngineProcess:
         """The id of the process and of its group."""
         return self._process.pid
 
-    @property
-    def address(self) -> str:
-        """The gRPC address of the child."""
-        return f"unix:{self._socket}"
-
     async def exited(self) -> Exit:
         """Wait for the end of the child and return its exit."""
         returncode = await asyncio.shield(self._wait)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kakeya.core import errors
+from kakeya.core.gguf import gguf_shards
 from kakeya.core.safetensors import ArrayEntry
 from kakeya.core.units import ENCODER_CPU_TOKENS, ENCODER_SCORE_BYTES, ENCODER_TOKENS, MIB
 from kakeya.core.weight_files import weight_files
@@ -260,7 +261,7 @@ def _of_unknown_layers(weights: int, source: Source, problem: str = "") -> Estim
 def _from_other_files(folder: Path) -> Estimate:
     """Estimate by the sizes of GGUF files, else of PyTorch ones."""
     for pattern, factor in (("*.gguf", GGUF_FACTOR), ("*.bin", FILES_FACTOR)):
-        found = [folder] if folder.match(pattern) else sorted(folder.glob(pattern))
+        found = gguf_shards(folder) if folder.match(pattern) else sorted(folder.glob(pattern))
         sizes = [size for path in found if (size := _size(path)) is not None]
         if sizes:
             weights = int(sum(sizes) * factor)

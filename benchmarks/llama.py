@@ -1,0 +1,88 @@
+"""The same weights through mlx and through llama-server: tokens/s of 1 and 4 clients, and the first
+token of a prompt that no cache has seen.
+
+SmolLM2-135M-Instruct on one node: in float32 as mlx takes it on a CPU, and in the 4 bits of its
+GGUF file. The two run in turns.
+
+    .venv/bin/python -m benchmarks.llama
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.concurrency import rate
+from benchmarks.eight_agents import PROMPT_WORDS, words
+from benchmarks.first_token import first_token
+from benchmarks.gateway import TOKENS, completion, post, unique_prompt
+from benchmarks.models import REAL, REAL_GGUF
+from benchmarks.nodes import wait_ready
+from benchmarks.report import emit, interleaved, median
+from kakeya.backends.llama.find import find_server
+from kakeya.cli.child import NodeProcess
+
+CLIENTS = (1, 4)
+REPEATS = 3
+GOAL = 5.0
+"""llama.cpp was found to be 7 to 8 times as fast on a CPU."""
+
+
+async def main() -> None:
+    if find_server() is None or not (REAL.exists() and REAL_GGUF.exists()):
+        sys.exit("llama: make scripts/llama_server, scripts/real_model, scripts/real_model gguf")
+    models = {"mlx": REAL, "llama": REAL_GGUF}
+    named = [flag for name, path in models.items() for flag in ("--model", f"{name}={path}")]
+    with tempfile.TemporaryDirectory() as home:
+        async with NodeProcess(Path(home), *named) as node:
+            await wait_ready(node)
+
+            def ask(name: str) -> float:
+                more = {"max_tokens": TOKENS, "draft_policy": "off"}
+                return post(node.http, completion(name, unique_prompt(), **more))
+
+            def cold(name: str) -> float:
+                return first_token(node.http, name, words(PROMPT_WORDS, unique_prompt())).seconds
+
+            def measured() -> dict[str, list[float]]:
+                for name in models:
+                    rate(lambda name=name: ask(name), 2, TOKENS)  # tries out a model
+                measures = {
+                    (name, clients): (
+                        lambda name=name, clients=clients: rate(lambda: ask(name), clients, TOKENS)
+                    )
+                    for clients in CLIENTS
+                    for name in models
+                }
+                measures |= {(name, 0): (lambda name=name: cold(name)) for name in models}
+                return interleaved(measures, REPEATS)
+
+            rates = await asyncio.to_thread(measured)
+            taken = {key: median(found) for key, found in rates.items()}
+    for clients in CLIENTS:
+        ours, mlx = taken["llama", clients], taken["mlx", clients]
+        emit(
+            f"{clients} clients, {TOKENS}-token requests, tokens/s, llama-server against mlx",
+            model=REAL_GGUF.stem,
+            ours=ours,
+            baseline=mlx,
+            ratio=ours / mlx,
+            goal=f">= {GOAL}x",
+            met=ours / mlx >= GOAL,
+        )
+    ours, mlx = taken["llama", 0], taken["mlx", 0]
+    emit(
+        "first token of a 1000-token prompt, ms, llama-server against mlx",
+        model=REAL_GGUF.stem,
+        ours=1000 * ours,
+        baseline=1000 * mlx,
+        ratio=mlx / ours,
+        goal="faster",
+        met=ours < mlx,
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,6 @@
+"""Models in GGUF files, run by llama.cpp's llama-server as the child of an engine.
+
+find      the program                    plan     its arguments, and the memory of its KV
+wire      requests and answers as JSON   http     HTTP over the child's UNIX socket
+client    what an engine's life calls
+"""
