@@ -29,8 +29,8 @@ def explanation(found: Mapping[str, object]) -> Iterator[str]:
             yield f"           {one['model']}  step {one['step']}, {is_loaded}, {speed}"
     defaults = found.get("defaults")
     if isinstance(defaults, dict) and defaults:
-        listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        yield f"  defaults {listed}: of the model's table in the file"
+        listed = (f"{name} {one['value']} ({one['from']})" for name, one in defaults.items())
+        yield f"  defaults {', '.join(listed)}"
     if found.get("conversation"):
         yield f"  key      {found['conversation']}"
     yield f"  why      {found['reason']}"

@@ -6,8 +6,8 @@ Each part declares its settings in a class of its own and gets that class, never
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,13 +24,26 @@ from kakeya.config.reader import (
 )
 from kakeya.core.errors import ConfigError
 from kakeya.core.folders import default_folder
-from kakeya.core.settings import Illegal, folder, label, nearest, one_of, setting, switch, text
+from kakeya.core.settings import (
+    METADATA,
+    Illegal,
+    folder,
+    label,
+    nearest,
+    one_of,
+    setting,
+    switch,
+    text,
+)
 from kakeya.core.units import KIB, MIB
+from kakeya.dispatch.profiles import ProfileSpec, check_profiles
+from kakeya.dispatch.registry import LiveSettings
 from kakeya.dispatch.tasks import TaskSpec, check_tasks
 from kakeya.fleet.cards.cards import MAX_ID_BYTES, is_valid_node_id
 from kakeya.fleet.config import FleetConfig
 from kakeya.gateway.config import HttpConfig
 from kakeya.generation.config import ModelsConfig, ModelTable
+from kakeya.generation.manifest import LIVE, NO_MANIFEST, Manifest
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.config import MemoryConfig
 from kakeya.prefix.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S, PrecacheConfig
@@ -38,7 +51,7 @@ from kakeya.sessions.config import SessionConfig
 from kakeya.text.template import check_template
 from kakeya.wire.server.config import ListenConfig
 
-_TABLES = ("models", "tasks")
+_TABLES = ("models", "tasks", "profiles")
 """Sections whose tables have names: [tasks.NAME]."""
 _OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID", "KAKEYA_API_KEY"}
@@ -100,7 +113,10 @@ class NodeConfig:
     models: tuple[ModelSpec, ...] = ()
     config_file: Path | None = None
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
+    profiles: Mapping[str, ProfileSpec] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    sources: Sources | None = field(default=None, repr=False)
+    """What it was read from; None = it was not read."""
 
 
 SETTINGS = {one.key: one for one in settings_of(NodeConfig, "node")}
@@ -120,9 +136,14 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
         file_name=name,
         usual={"node.data_dir": home},
     )
+    return _read(sources, path)
+
+
+def _read(sources: Sources, path: Path | None) -> NodeConfig:
     config = read_part(NodeConfig, "node", sources)
     _check(config)
     models = _models(config, sources)
+    tasks = _tasks(sources, models)
     return replace(
         config,
         precache=replace(
@@ -132,19 +153,47 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
         ),
         models=models,
         config_file=path,
-        tasks=_tasks(sources, models),
-        warnings=_warnings(config, environ),
+        tasks=tasks,
+        profiles=_profiles(sources, models, tasks),
+        warnings=_warnings(config, sources.environ),
+        sources=sources,
     )
 
 
-def read_tasks(config: NodeConfig) -> Mapping[str, TaskSpec]:
-    """Read the tasks of a node's file again. Raises ConfigError for a fault anywhere in it."""
-    path = config.config_file
-    if path is None:
+def read_again(config: NodeConfig) -> LiveSettings:
+    """Read the file of a running node again. Raises ConfigError for a fault anywhere in it."""
+    path, before = config.config_file, config.sources
+    if path is None or before is None:
         raise ConfigError("the node was started without --config FILE.toml: no file has its tasks")
-    file = read_file(SETTINGS.values(), path, _TABLES)
-    sources = Sources(flags={}, environ={}, file=file, file_name=str(path), usual={})
-    return _tasks(sources, config.models)
+    sources = replace(before, file=read_file(SETTINGS.values(), path, _TABLES))
+    tasks = _tasks(sources, config.models)
+    profiles = _profiles(sources, config.models, tasks)
+    said = manifests_of(_read(sources, path).models)
+    stale = [one.key for one in SETTINGS.values() if before.value(one) != sources.value(one)]
+    started = manifests_of(config.models)
+    for name in dict.fromkeys((*started, *said)):
+        stale += _stale(name, started.get(name, NO_MANIFEST), said.get(name, NO_MANIFEST))
+    return LiveSettings(
+        tasks=tasks,
+        profiles=profiles,
+        manifests={
+            name: manifest.with_live(said.get(name, manifest)) for name, manifest in started.items()
+        },
+        needs_restart=tuple(stale),
+    )
+
+
+def manifests_of(models: Iterable[ModelSpec]) -> Mapping[str, Manifest]:
+    """The manifests by the names of their models; n-grams have none."""
+    return {one.model_id: one.manifest for one in models if not one.is_ngram}
+
+
+def _stale(name: str, started: Manifest, said: Manifest) -> Iterator[str]:
+    """The keys of a model's table that differ and are not live."""
+    for one in fields(ModelTable):
+        before, after = (getattr(table, one.name, None) for table in (started, said))
+        if one.name not in LIVE and (before or None) != (after or None):
+            yield one.metadata[METADATA].named(f"models.{name}", one.name).key
 
 
 def _models(config: NodeConfig, sources: Sources) -> tuple[ModelSpec, ...]:
@@ -175,6 +224,14 @@ def _tasks(sources: Sources, models: Sequence[ModelSpec]) -> Mapping[str, TaskSp
     tasks = read_tables(TaskSpec, "tasks", sources)
     served = [one.model_id for one in models if one.role is ModelRole.VERIFIER]
     return check_tasks(tasks, served, sources.file_name)
+
+
+def _profiles(
+    sources: Sources, models: Sequence[ModelSpec], tasks: Mapping[str, TaskSpec]
+) -> Mapping[str, ProfileSpec]:
+    served = [one.model_id for one in models if one.role is ModelRole.VERIFIER]
+    profiles = read_tables(ProfileSpec, "profiles", sources)
+    return check_profiles(profiles, [*served, *tasks], sources.file_name)
 
 
 def _check(config: NodeConfig) -> None:

@@ -1,6 +1,7 @@
-"""The tasks of a node as they are at this moment, and whether a cloud may stand in for its models.
+"""What of a node's settings is live: its tasks, the profiles of its clients, the manifests of its
+models, and whether a cloud may stand in for these.
 
-Both change without a restart: tasks by reading the file again, the guard by its owner. What the
+All change without a restart: the guard by its owner, the others by reading the file again. What the
 owner says of the guard is kept in the data directory, and wins over the settings from then on.
 """
 
@@ -9,17 +10,31 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.core.errors import ConfigError, InvalidArgument, StoreFailed
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
-from kakeya.dispatch.tasks import Reread, TaskChoice, TaskSpec, choose, observe
+from kakeya.dispatch.profiles import NO_PROFILE, ClientProfile, ProfileSpec
+from kakeya.dispatch.tasks import TaskChoice, TaskSpec, choose, observe
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.model import LoadableModel
 
 _log = logging.getLogger(__name__)
 _GUARD = "allowCloudFallback"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSettings:
+    """What a reading of the file gives to a node that runs. `needs_restart` are the keys that
+    differ from those of its start and count from its next one on."""
+
+    tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
+    profiles: Mapping[str, ProfileSpec] = field(default_factory=dict)
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
+    needs_restart: tuple[str, ...] = ()
 
 
 class TaskRegistry:
@@ -29,13 +44,21 @@ class TaskRegistry:
         self,
         tasks: Mapping[str, TaskSpec] | None = None,
         *,
-        reread: Reread = dict,
+        profiles: Mapping[str, ProfileSpec] | None = None,
+        manifests: Mapping[str, Manifest] | None = None,
+        reread: Callable[[], LiveSettings] = LiveSettings,
+        apply: Callable[[Mapping[str, Manifest]], None] = lambda _: None,
         allows_cloud: bool = True,
         file: Path | None = None,
     ) -> None:
-        """`file` keeps what the owner says of the guard; None = nothing is kept."""
-        self.tasks = tasks or {}
+        """`reread` reads the file again, in a thread, and `apply` gives models their manifests;
+        both raise ConfigError. `file` keeps what the owner says of the guard; None = nothing is
+        kept."""
+        self.live = LiveSettings(
+            tasks=tasks or {}, profiles=profiles or {}, manifests=manifests or {}
+        )
         self._reread = reread
+        self._apply = apply
         self._file = file
         self._writing = asyncio.Lock()
         self.allows_cloud = allows_cloud
@@ -60,14 +83,37 @@ class TaskRegistry:
         ]
         return choose(name, spec, candidates, allows_cloud=self.allows_cloud)
 
+    @property
+    def tasks(self) -> Mapping[str, TaskSpec]:
+        """The tasks by name."""
+        return self.live.tasks
+
+    def profile_of(self, client: str, agent: str) -> ClientProfile:
+        """The profile of a client, by its name and its User-Agent."""
+        fitting = (
+            ClientProfile(name, spec)
+            for name, spec in self.live.profiles.items()
+            if spec.fits(client, agent)
+        )
+        return next(fitting, NO_PROFILE)
+
     async def reload(self) -> None:
-        """Read the tasks again. Raises InvalidArgument where the file has a fault, or there is
-        none; the tasks then stay as they are."""
-        try:
-            self.tasks = await asyncio.to_thread(self._reread)
-        except ConfigError as wrong:
-            raise InvalidArgument(f"{wrong.message}; the tasks stay as they were") from wrong
-        event(_log, "tasks were read again", tasks=", ".join(self.tasks) or "none")
+        """Read the file again. Raises InvalidArgument where it has a fault, or there is none; all
+        stays as it is then."""
+        async with self._writing:
+            try:
+                live = await asyncio.to_thread(self._reread)
+                self._apply(live.manifests)
+            except ConfigError as wrong:
+                raise InvalidArgument(f"{wrong.message}; nothing was changed") from wrong
+            self.live = live
+        event(
+            _log,
+            "the settings were read again",
+            tasks=", ".join(live.tasks) or "none",
+            profiles=", ".join(live.profiles) or "none",
+            needs_restart=", ".join(live.needs_restart) or "none",
+        )
 
     async def allow_cloud(self, allowed: bool) -> None:
         """Set the guard; returns once that is on disk. Raises StoreFailed if it cannot be kept."""
@@ -84,9 +130,15 @@ class TaskRegistry:
         event(_log, "cloud models as fallbacks", allowed=allowed)
 
     def describe(self) -> dict[str, object]:
-        """The guard and the tasks as JSON."""
-        tasks = {name: spec.describe() for name, spec in self.tasks.items()}
-        return {_GUARD: self.allows_cloud, "tasks": tasks}
+        """All of it as JSON."""
+        live = self.live
+        return {
+            _GUARD: self.allows_cloud,
+            "tasks": {name: spec.describe() for name, spec in live.tasks.items()},
+            "profiles": {name: spec.describe() for name, spec in live.profiles.items()},
+            "models": {name: said.describe() for name, said in live.manifests.items()},
+            "needs_restart": list(live.needs_restart),
+        }
 
 
 def _kept(file: Path) -> bool | None:

@@ -15,7 +15,7 @@ chose. So no ladder is ever empty.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kakeya.core.errors import ConfigError
@@ -47,7 +47,8 @@ def _ladder(raw: object) -> Ladder:
     return ladder
 
 
-def _priority(raw: object) -> GenerationPriority:
+def priority_word(raw: object) -> GenerationPriority:
+    """Accept the name of a priority."""
     return PRIORITIES[one_of(*PRIORITIES)(raw)]
 
 
@@ -64,7 +65,7 @@ class TaskSpec:
     )
     pin_primary: bool = setting("only the first model answers, loaded or not", switch, False)
     priority: GenerationPriority | None = setting(
-        "the priority of its requests that ask for none", _priority, None
+        "the priority of its requests that ask for none", priority_word, None
     )
 
     @property
@@ -208,7 +209,3 @@ def _check_candidate(candidate: str, served: Collection[str], where: str) -> Non
         f"{where}: {candidate} is none of the models that this node writes text with, "
         f"{', '.join(served) or 'which are none'}{nearest(candidate, served)}"
     )
-
-
-Reread = Callable[[], Mapping[str, TaskSpec]]
-"""Reads the tasks again. Raises ConfigError. Blocks."""

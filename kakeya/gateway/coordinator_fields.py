@@ -22,10 +22,12 @@ from starlette.types import Scope
 
 from kakeya.backends.request import Request
 from kakeya.dispatch.clients import MOST_COOLDOWN_S
+from kakeya.dispatch.profiles import ClientProfile
 from kakeya.dispatch.tasks import TaskSpec
 from kakeya.gateway.http.fields import number_field, table, text_field
-from kakeya.gateway.http.receipt import note_ignored
+from kakeya.gateway.http.receipt import note_defaults, note_ignored
 from kakeya.gateway.openai.share_params import name_of, priority_field
+from kakeya.gateway.prompts import with_thinking
 from kakeya.generation.caller import PRIORITY, priority_of
 from kakeya.generation.request import GenerationPriority
 from kakeya.wire.security import CLIENT_NAME
@@ -92,15 +94,27 @@ class CoordinatorFields:
         said = ((name, Headers(scope=scope).get(name)) for name in _PRIORITY_HEADERS)
         return next((priority_of(word, name) for name, word in said if word), None)
 
+    def under_profile(self, asked: Request, profile: ClientProfile, scope: Scope) -> Request:
+        """A request whose fields are applied, with what the profile of its client says where it
+        says nothing."""
+        asked, used = with_thinking(asked, profile.spec.thinking)
+        priority = profile.spec.priority
+        if priority is not None and not self._says_priority(scope):
+            asked = replace(asked, params=replace(asked.params, priority=priority))
+            used = {**used, "priority": priority.name.lower()}
+        note_defaults(scope, used, f"profiles.{profile.name}")
+        return asked
+
+    def _says_priority(self, scope: Scope) -> bool:
+        is_said = self.priority is not None or self.has_own_priority
+        return is_said or any(Headers(scope=scope).get(name) for name in _PRIORITY_HEADERS)
+
     def under_task(self, asked: Request, task: TaskSpec, scope: Scope) -> Request:
         """A request whose fields are applied, with what its task says of it where it says
         nothing."""
         params = asked.params
         params = replace(params, stay_warm_s=max(params.stay_warm_s, task.keep_alive_s))
-        headers = Headers(scope=scope)
-        is_said = self.priority is not None or self.has_own_priority
-        is_said |= any(headers.get(name) for name in _PRIORITY_HEADERS)
-        if task.priority is not None and not is_said:
+        if task.priority is not None and not self._says_priority(scope):
             params = replace(params, priority=task.priority)
         if params.deadline_s is None:
             params = replace(params, deadline_s=task.budget_s)

@@ -33,12 +33,13 @@ from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.ids import draw_id
 from kakeya.core.settings import nearest
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.profiles import ClientProfile
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.tasks import TaskChoice
 from kakeya.gateway.answer import Answer, GeneratedAnswer
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.connection import Connection, HttpLimits, StreamForm
-from kakeya.gateway.http.receipt import moved_of, note_moved, task_of
+from kakeya.gateway.http.receipt import defaults_of, moved_of, note_defaults, note_moved, task_of
 from kakeya.gateway.http.request_ids import answer_id
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.prompts import (
@@ -143,6 +144,14 @@ class Generations:
         """Find the model of a name for a client. Raises as `choose`."""
         return self.choose(model_id, client)[0]
 
+    def named(self, asked: Request, profile: ClientProfile, scope: Scope) -> Request:
+        """A request, for the model of its client's profile where it names none that there is."""
+        name, other = asked.params.model, profile.spec.model
+        if not other or name in self._names() or self._is_served(name.rpartition(":")[0]):
+            return asked
+        note_defaults(scope, {"model": other}, f"profiles.{profile.name}")
+        return replace(asked, params=replace(asked.params, model=other))
+
     def choose(self, name: str, client: str = "") -> tuple[ServedModel, TaskChoice | None]:
         """Find a served model for a client, by its own name or that of a task, which then chooses.
 
@@ -159,12 +168,15 @@ class Generations:
         except NotFound as unknown:
             if self._is_served(model_id.rpartition(":")[0]):
                 raise ModelNotFound(unknown.message) from None
-        names = [*(model.model_id for model in self._directory.verifiers()), *self.tasks.tasks]
+        names = self._names()
         served = ", ".join(names)
         raise ModelNotFound(
             f"the model {model_id[:80]!r} is not served here; served: {served or 'none'}"
             f"{nearest(model_id[:80], names)}"
         )
+
+    def _names(self) -> list[str]:
+        return [*(model.model_id for model in self._directory.verifiers()), *self.tasks.tasks]
 
     def _is_served(self, base: str) -> bool:
         return any(model.model_id == base for model in self._directory.verifiers())
@@ -219,7 +231,8 @@ class Generations:
         request once it is settled."""
         began_mono = self._clock.mono()
         manifest = model.manifest
-        asked, defaults = under_manifest(asked, manifest)
+        asked, used = under_manifest(asked, manifest)
+        note_defaults(scope, used, f"models.{model.model_id}")
         deadline_s = asked.params.deadline_s
         ready_s = self.limits.ready_s
         if model.state is not ModelState.READY:
@@ -239,7 +252,7 @@ class Generations:
             conversation=resolve_key(claim.use.keys) or "",
             moved=moved_of(scope),
             task=task_of(scope),
-            defaults=defaults,
+            defaults=defaults_of(scope),
             ready_s=self._clock.mono() - began_mono,
         )
         jobs: list[HttpGeneration] = []

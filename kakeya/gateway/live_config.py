@@ -2,8 +2,10 @@
 
 allowCloudFallback   whether a cloud may stand in where it is not the first of a task; kept over
                      restarts
-reload               true: the tasks are read again from the file that --config names; a file
-                     with a fault is refused with the reason, and nothing changes
+reload               true: the file that --config names is read again: its tasks and profiles, and
+                     what can change of its manifests of models; the answer names the other keys
+                     that differ from the start; a file with a fault is refused with the reason,
+                     and nothing changes
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class ConfigRoute:
         return [Route(PATH, self.show), BodyRoute(PATH, self.change, FIELDS, method="PUT")]
 
     async def show(self, request: Request) -> Response:
-        """GET: the guard and the tasks."""
+        """GET: the guard, and what a reload changes."""
         return JSONResponse(self._tasks.describe())
 
     async def change(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.openai.messages import call_of
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.manifest import Manifest
+from kakeya.generation.manifest import Manifest, Thinking, thinking_args
 from kakeya.generation.model import ServedModel
 from kakeya.generation.request import Sampling
 from kakeya.text.chat import Message
@@ -165,10 +165,15 @@ def under_manifest(asked: Request, manifest: Manifest) -> tuple[Request, Mapping
     if manifest.max_tokens is not None and params.max_tokens is None:
         used["max_tokens"] = manifest.max_tokens
         params = replace(params, max_tokens=manifest.max_tokens)
-    if not isinstance(asked, ChatRequest):
-        return replace(asked, params=params), used
-    chat = asked.chat
-    if manifest.template_args and not _OF_THINKING & chat.kwargs.keys():
-        used["thinking"] = manifest.thinking
-        chat = replace(chat, kwargs={**chat.kwargs, **manifest.template_args})
-    return replace(asked, params=params, chat=chat), used
+    asked, of_thinking = with_thinking(replace(asked, params=params), manifest.thinking)
+    return asked, {**used, **of_thinking}
+
+
+def with_thinking(asked: Request, thinking: Thinking) -> tuple[Request, Mapping[str, object]]:
+    """A request that says whether its model thinks, where it does not say it; and what was
+    added."""
+    args = thinking_args(thinking)
+    if not args or not isinstance(asked, ChatRequest) or _OF_THINKING & asked.chat.kwargs.keys():
+        return asked, {}
+    kwargs = {**asked.chat.kwargs, **args}
+    return replace(asked, chat=replace(asked.chat, kwargs=kwargs)), {"thinking": thinking}

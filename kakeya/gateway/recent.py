@@ -27,8 +27,8 @@ class RequestRecord:
     """One generation. Times are seconds since the request began; None = it did not come so far.
 
     `owner` is its client, or the machine of a nameless one. `conversation` is the key of its KV, ""
-    = none. `task` chose the model, None = the request names it. `defaults` are those of the
-    model's manifest that it was answered with. `prefill_s` is the engine's
+    = none. `task` chose the model, None = the request names it. `defaults` are what it
+    did not say, and the tables of the file that do. `prefill_s` is the engine's
     account, None where a stop string ended the answer.
     """
 
@@ -41,7 +41,7 @@ class RequestRecord:
     moved: tuple[str, ...]
     ready_s: float
     task: TaskChoice | None = None
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     prepared_s: float = 0.0
     first_token_s: float | None = None
     ended_s: float = 0.0

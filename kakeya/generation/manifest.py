@@ -7,7 +7,7 @@ live                    all others: a reload of the file takes them to a node th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -37,7 +37,9 @@ LIVE = frozenset(
     }
 )
 """The fields that a reload changes."""
+_SWITCHES = ("enable_thinking", "thinking")
 _OF_TEMPLATES = ("{{", "{%")
+Thinking = Literal["on", "off", "auto"]
 Option = str | int | float | bool
 """The value of an option of a backend."""
 
@@ -81,6 +83,12 @@ def _options(raw: object) -> tuple[tuple[str, Option], ...]:
     return tuple(raw.items())
 
 
+def thinking_args(thinking: Thinking) -> Mapping[str, object]:
+    """The variables of a chat template that say whether the model thinks, under both names of the
+    switch; none for "auto"."""
+    return {} if thinking == "auto" else dict.fromkeys(_SWITCHES, thinking == "on")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """See the module. None = nothing is said."""
@@ -100,7 +108,7 @@ class Manifest:
     template: GivenTemplate | None = setting(
         "a chat template, or the file that has it, in place of the model's own", _template, None
     )
-    thinking: Literal["on", "off", "auto"] = setting(
+    thinking: Thinking = setting(
         "whether it thinks where a request does not say; auto: as its template does",
         one_of("on", "off", "auto"),
         "auto",
@@ -122,11 +130,12 @@ class Manifest:
 
     @property
     def template_args(self) -> Mapping[str, object]:
-        """The variables of the chat template that say whether the model thinks, under both names
-        of the switch."""
-        if self.thinking == "auto":
-            return {}
-        return dict.fromkeys(("enable_thinking", "thinking"), self.thinking == "on")
+        """The variables of the chat template where a request gives none."""
+        return thinking_args(self.thinking)
+
+    def with_live(self, other: Manifest) -> Manifest:
+        """The manifest with the live fields of another."""
+        return replace(self, **{name: getattr(other, name) for name in LIVE})
 
     def describe(self) -> Json:
         """What is said, as JSON."""

@@ -22,7 +22,7 @@ from typing import Self
 from kakeya.backends.awake import StayAwake
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
-from kakeya.config.config import NodeConfig, read_tasks
+from kakeya.config.config import NodeConfig, manifests_of, read_again
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import (
@@ -185,7 +185,10 @@ class Agent:
         self._precache = await stack.enter_async_context(ahead)
         self._ladders = TaskRegistry(
             self._config.tasks,
-            reread=lambda: read_tasks(self._config),
+            profiles=self._config.profiles,
+            manifests=manifests_of(self._config.models),
+            reread=lambda: read_again(self._config),
+            apply=self._memory.take_manifests,
             allows_cloud=self._config.allow_cloud_fallback,
             file=self._folder / LIVE,
         )

@@ -16,7 +16,7 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +34,12 @@ from kakeya.backends.resident import DRAFT, EMBED, TEXT, ResidentModel
 from kakeya.backends.sizes import LeaseSize, check_named, check_pinned, lease_sizes, node_budget
 from kakeya.backends.terms import DRAFT_TERMS
 from kakeya.core.clock import Clock
-from kakeya.core.errors import NotFound
+from kakeya.core.errors import ConfigError, NotFound
 from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import ModelState
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.api import PLAIN, MemoryArbiter
 from kakeya.memory.arbiter.capability import Capability
@@ -163,9 +164,7 @@ class NodeMemory:
         if self._history.newest_bytes(*WORKING_SET):
             await self._fit_budget()
         self._sizes = await asyncio.to_thread(self._estimate)
-        texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
-        budget = self.arbiter.status().budget_bytes
-        check_pinned(self._pinned(), self._sizes, texts, budget)
+        self._check_pinned()
         check_named("memory.after_panics", self._config.after_panics, self._sizes)
         self._register()
         self._use_care()
@@ -241,6 +240,21 @@ class NodeMemory:
         """Whether a model loads, or a request or a job of another process uses memory."""
         return any(not one.is_idle for one in self.arbiter.status().residents)
 
+    def take_manifests(self, manifests: Mapping[str, Manifest]) -> None:
+        """Take what is said of models from now on. Raises ConfigError for pins that do not fit the
+        budget; nothing changes then."""
+        before = {model: model.manifest for model in self._models()}
+        for model in before:
+            model.manifest = manifests.get(model.model_id, model.manifest)
+        try:
+            self._check_pinned()
+        except ConfigError:
+            for model, manifest in before.items():
+                model.manifest = manifest
+            raise
+        for model in before:
+            self.arbiter.renew_warmth(model.capability, model.model_id)
+
     async def lend_slots(self, model_id: str, size: int) -> bool:
         """Lend an engine the bytes of its adapter slots; False = not all of them are free now."""
         return await self._watch.lend_slots(model_id, size)
@@ -314,6 +328,10 @@ class NodeMemory:
                     max_waiting=options.max_waiting,
                 )
             )
+
+    def _check_pinned(self) -> None:
+        texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
+        check_pinned(self._pinned(), self._sizes, texts, self.arbiter.status().budget_bytes)
 
     def _pinned(self) -> frozenset[str]:
         said = (model.model_id for model in self._models() if model.manifest.pin)

@@ -209,6 +209,7 @@ def _model(spec: ModelSpec, backend: ResidentModel | None, mono: float) -> Json:
         "load": backend.load_status(mono),
         "pid": backend.pid,
         "restarts": backend.restarts,
+        "manifest": backend.manifest.describe(),
         "running": backend.running,
         "waiting": backend.waiting,
         **(_facts(facts) if facts else {}),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from kakeya.core.errors import ConfigError, InvalidArgument, StoreFailed
-from kakeya.dispatch.registry import TaskRegistry
+from kakeya.dispatch.profiles import ClientProfile, ProfileSpec
+from kakeya.dispatch.registry import LiveSettings, TaskRegistry
 from kakeya.dispatch.tasks import TaskSpec
+from kakeya.generation.manifest import Manifest
 
 OLD, NEW = {"old": TaskSpec()}, {"new": TaskSpec()}
 
@@ -41,14 +44,39 @@ async def test_a_guard_that_cannot_be_kept_stays_as_it_was(tmp_path: Path) -> No
 
 
 async def test_tasks_are_read_again_or_stay_as_they_were() -> None:
-    tasks = TaskRegistry(OLD, reread=lambda: NEW)
+    renewed = LiveSettings(tasks=NEW, manifests={"m": Manifest(pin=True)})
+    applied: list[Mapping[str, Manifest]] = []
+    tasks = TaskRegistry(OLD, reread=lambda: renewed, apply=applied.append)
     await tasks.reload()
     assert tasks.tasks == NEW
+    assert applied == [renewed.manifests]
 
-    def fault() -> dict[str, TaskSpec]:
+    def fault(*_: object) -> LiveSettings:
         raise ConfigError("node.toml: it is wrong")
 
-    tasks = TaskRegistry(OLD, reread=fault)
-    with pytest.raises(InvalidArgument, match=r"node.toml: it is wrong; the tasks stay as"):
-        await tasks.reload()
-    assert tasks.tasks == OLD
+    for one in (
+        TaskRegistry(OLD, reread=fault),
+        TaskRegistry(OLD, reread=lambda: renewed, apply=fault),
+    ):
+        with pytest.raises(InvalidArgument, match=r"node.toml: it is wrong; nothing was changed"):
+            await one.reload()
+        assert one.tasks == OLD
+
+
+@pytest.mark.parametrize(
+    ("client", "agent", "name"),
+    [
+        ("build", "python/3", "ci"),
+        ("", "claude-cli/2.0 (x)", "coder"),
+        ("build", "claude-cli/2.0", "ci"),
+        ("builder", "my claude-cli/2", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_client_has_the_first_profile_that_fits(client: str, agent: str, name: str) -> None:
+    profiles = {
+        "ci": ProfileSpec(clients=("build",)),
+        "coder": ProfileSpec(agents=("aider/", "claude-cli/")),
+    }
+    found = TaskRegistry(profiles=profiles).profile_of(client, agent)
+    assert found == ClientProfile(name, profiles.get(name, ProfileSpec()))

@@ -64,12 +64,13 @@ async def test_what_a_request_says_wins_and_explain_tells_what_it_left_open(bare
     assert (silent.sampling.temperature, silent.sampling.top_p, silent.max_tokens) == (0.25, 0.5, 3)
     assert (full.sampling.temperature, full.sampling.top_p, full.max_tokens) == (1.5, 0.5, 7)
     assert prompt_of(model).endswith("hi\n")  # its effort is a word on its thoughts
-    assert [one["defaults"] for one in told] == [
+    found = [{name: one["value"] for name, one in body["defaults"].items()} for body in told]
+    assert found == [
         {"temperature": 0.25, "top_p": 0.5, "max_tokens": 3, "thinking": "off"},
         {"top_p": 0.5},
         {"temperature": 0.25, "top_p": 0.5, "max_tokens": 3},
     ]
-    assert "  defaults top_p 0.5: of the model's table in the file" in list(explanation(told[1]))
+    assert "  defaults top_p 0.5 (models.m)" in list(explanation(told[1]))
 
 
 async def test_counts_and_precached_prefixes_are_written_as_requests_are(bare):

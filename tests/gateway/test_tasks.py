@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kakeya.core.clock import SystemClock
-from kakeya.dispatch.registry import TaskRegistry
+from kakeya.dispatch.registry import LiveSettings, TaskRegistry
 from kakeya.dispatch.tasks import TaskSpec
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.keys import KeyRing, KeyRole, add_key
@@ -102,7 +102,7 @@ async def test_tasks_are_listed_beside_models(folder):
 
 
 async def test_settings_change_at_run_time(folder, tmp_path):
-    renewed = {"later": SPEC}
+    renewed = LiveSettings(tasks={"later": SPEC}, needs_restart=("memory.budget_mb",))
     tasks = TaskRegistry({"titles": SPEC}, reread=lambda: renewed, file=tmp_path / "live.json")
     async with serving(*two(folder), tasks=tasks) as served:
         before = (await served.http.get("/api/v1/config")).json()
@@ -115,6 +115,7 @@ async def test_settings_change_at_run_time(folder, tmp_path):
     assert before["tasks"]["titles"]["budget_s"] == 9
     assert put.json()["allowCloudFallback"] is False
     assert list(again.json()["tasks"]) == ["later"]
+    assert again.json()["needs_restart"] == ["memory.budget_mb"]
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "allowCloudFallback")
     assert empty.status_code == 400
     assert sorted(paths["/api/v1/config"]) == ["get", "put"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.backends.request import ChatRequest
@@ -16,6 +17,7 @@ from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.receipt import note_left_out
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
+from kakeya.gateway.prompts import with_thinking
 from kakeya.generation.waiting import WaitTeller
 
 
@@ -36,9 +38,13 @@ class CountRoute:
         asked, fields = await read_request(scope, receive, generations.limits, read)
         note_left_out(scope, asked.params.left_out)
         caller = fields.named(scope)
-        model = generations.find(asked.params.model, caller)
+        agent = Headers(scope=scope).get("user-agent", "")
+        profile = generations.tasks.profile_of(caller, agent)
+        named = generations.named(asked, profile, scope)
+        wanted, _ = with_thinking(named, profile.spec.thinking)
+        model = generations.find(wanted.params.model, caller)
         with generations.admitted(share_of(caller, scope), asked.params.user):
             async with generations.connection(receive, send, WaitTeller(model.waits_for)) as client:
-                count = await generations.count(asked, model, scope)
+                count = await generations.count(wanted, model, scope)
                 client.finish()
                 await send_json(send, 200, compact({"input_tokens": count}))

@@ -12,7 +12,7 @@ x-kakeya-task      of a request that names a task: the model that it got and its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 from starlette.types import Scope
@@ -23,6 +23,7 @@ _MOVED = "kakeya.moved"
 _LEFT_OUT = "kakeya.left_out"
 _IGNORED = "kakeya.ignored"
 _TASK = "kakeya.task"
+_DEFAULTS = "kakeya.defaults"
 _MOST_CHARS = 2000
 """Of a header: clients and proxies bound all headers together."""
 
@@ -57,6 +58,18 @@ def note_task(scope: Scope, choice: TaskChoice) -> None:
 def task_of(scope: Scope) -> TaskChoice | None:
     """The model that a task chose; None = the request names a model."""
     found: TaskChoice | None = scope.get(_TASK)
+    return found
+
+
+def note_defaults(scope: Scope, used: Mapping[str, object], origin: str) -> None:
+    """Note what a request got that does not say it, by the table of the file that says it."""
+    told = {name: {"value": value, "from": origin} for name, value in used.items()}
+    scope[_DEFAULTS] = {**scope.get(_DEFAULTS, {}), **told}
+
+
+def defaults_of(scope: Scope) -> Mapping[str, Mapping[str, object]]:
+    """What a request got that does not say it: its `value`, and the table that it is `from`."""
+    found: Mapping[str, Mapping[str, object]] = scope.get(_DEFAULTS, {})
     return found
 
 
