@@ -37,6 +37,15 @@ class NodeApi:
         finally:
             connection.close()
 
+    def post(self, path: str) -> dict[str, object]:
+        """Post nothing to a path and fetch a JSON object. Raises PeerError as `get`."""
+        connection = self._connect(_ANSWER_S)
+        try:
+            answer = self._ask(connection, "POST", path, b"")
+            return _object(self.address, self._read(answer))
+        finally:
+            connection.close()
+
     def stream(
         self,
         path: str,
