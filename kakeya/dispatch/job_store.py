@@ -39,6 +39,10 @@ Changes = Mapping[str, Job | None]
 """Jobs by id as they are to be kept; None = no more."""
 
 
+class StoreDamaged(StoreFailed):
+    """The file was damaged, and is set aside: all that was in it is to be written again."""
+
+
 class JobStore:
     """The file. Every method blocks, and is called in one thread at a time."""
 
@@ -58,11 +62,11 @@ class JobStore:
             return [], self._set_aside(problem)
 
     def write(self, changes: Changes) -> None:
-        """Keep all changes, or none of them. Raises StoreFailed."""
+        """Keep all changes, or none of them. Raises StoreFailed and StoreDamaged."""
         try:
             self._translated(lambda: self._write(changes))
         except _Damaged as problem:
-            raise StoreFailed(self._set_aside(problem)) from problem
+            raise StoreDamaged(self._set_aside(problem)) from problem
 
     def close(self) -> None:
         """Close the file."""
@@ -140,6 +144,7 @@ class JobWriter:
         self._store = store
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jobs")
+        self._kept: dict[str, Job] = {}
         self._changes: dict[str, Job | None] = {}
         self._has_changes = asyncio.Event()
         self._turn = asyncio.Lock()
@@ -162,15 +167,17 @@ class JobWriter:
         except StoreFailed as failed:
             self._fail(failed)
             return []
+        self._kept = {job.job_id: job for job in jobs}
         return jobs
 
     def put(self, job: Job) -> None:
         """Keep a job as it is now, soon."""
-        self._changes[job.job_id] = job
+        self._kept[job.job_id] = self._changes[job.job_id] = job
         self._has_changes.set()
 
     def remove(self, job_id: str) -> None:
         """Keep a job no more."""
+        self._kept.pop(job_id, None)
         self._changes[job_id] = None
         self._has_changes.set()
 
@@ -185,6 +192,9 @@ class JobWriter:
             try:
                 await self._call(lambda: store.write(changes))
                 is_written, self._error = True, ""
+            except StoreDamaged as damaged:
+                self._fail(damaged)
+                changes = dict(self._kept)
             except StoreFailed as failed:
                 self._fail(failed)
             finally:
@@ -197,7 +207,7 @@ class JobWriter:
         """Write changes for ever."""
         while True:
             await self._has_changes.wait()
-            if not await self.flush():
+            if not await self.flush() and not await self.flush():
                 await self._clock.sleep(RETRY_S)
 
     async def aclose(self) -> None:

@@ -212,9 +212,14 @@ class JobQueue:
         failures = self._writer.failures
         yield counter("kakeya_jobs_store_failures", "Writes that failed", failures, "failures")
 
+    @property
+    def problem(self) -> str:
+        """What is wrong with the file of jobs, or was at the start; "" = nothing."""
+        return self._writer.problem
+
     def status(self) -> Json:
-        """The figures as JSON; `problem` is that of the file, "" = none."""
-        return as_json(self.figures(), {"problem": self._writer.problem})
+        """The figures as JSON, and the problem."""
+        return as_json(self.figures(), {"problem": self.problem})
 
     async def run(self) -> None:
         """Work until cancelled; then what runs is queued again, if it may be repeated."""
@@ -282,7 +287,7 @@ class JobQueue:
             _log.debug("traceback", exc_info=fault)
             self._fail(entry, "internal", f"the work failed: {fault_text(fault)}")
         else:
-            done = replace(entry.job, state=JobState.DONE, result=written, share=1.0)
+            done = replace(entry.job, state=JobState.DONE, result=written, share=1.0, phrase="")
             self._end(entry, done)
 
     def _met(self, entry: _Entry, error: KakeyaError) -> None:

@@ -77,6 +77,7 @@ class Overview:
             plugins=self.memory.plugins,
             damaged=self.pages.adapters.manager.problems(),
             state_error=self.keeper.error,
+            jobs_problem=self.jobs.problem,
         )
 
     def figures(self) -> Iterator[Figure]:

@@ -56,7 +56,7 @@ class FleetStatus:
 class NodeView:
     """The agent's parts at one moment; the own card is the first of `cards`.
 
-    `not_serving` and `state_error` are sentences, "" when all is well.
+    `not_serving`, `state_error` and `jobs_problem` are sentences, "" when all is well.
     """
 
     node_id: str
@@ -78,6 +78,7 @@ class NodeView:
     damaged: Mapping[str, str]
     """Problems of damaged adapters, by name."""
     state_error: str
+    jobs_problem: str = ""
 
 
 def describe(view: NodeView) -> Json:
@@ -142,6 +143,8 @@ def own_warnings(view: NodeView) -> list[str]:
     found += [f"the adapter {name}: {problem}" for name, problem in view.damaged.items()]
     if view.state_error:
         found.append(f"the state file cannot be written: {view.state_error}")
+    if view.jobs_problem:
+        found.append(f"jobs in the background: {view.jobs_problem}")
     return found
 
 

@@ -94,6 +94,26 @@ async def test_the_writer_goes_on_without_its_disk_and_writes_when_it_is_back(
     assert await asyncio.to_thread(JobStore(folder / FILE).load) == ([ONE, TWO], "")
 
 
+async def test_a_file_that_is_damaged_in_use_is_written_anew_with_all_jobs(tmp_path: Path) -> None:
+    def damage() -> None:
+        for part in tmp_path.iterdir():
+            part.unlink()
+        (tmp_path / FILE).write_bytes(b"no database at all" * 1000)
+
+    store = JobStore(tmp_path / FILE)
+    writer = JobWriter(store, SystemClock())
+    writer.put(ONE)
+    assert await writer.flush()
+    await asyncio.to_thread(store.close)
+    await asyncio.to_thread(damage)
+    writer.put(TWO)
+    assert not await writer.flush()
+    assert "was damaged" in writer.problem
+    assert await writer.flush()
+    await writer.aclose()
+    assert await asyncio.to_thread(JobStore(tmp_path / FILE).load) == ([ONE, TWO], "")
+
+
 async def test_without_a_store_nothing_is_kept() -> None:
     writer = JobWriter(None, SystemClock())
     writer.put(ONE)
