@@ -144,13 +144,17 @@ class Generations:
         """Find the model of a name for a client. Raises as `choose`."""
         return self.choose(model_id, client)[0]
 
-    def named(self, asked: Request, profile: ClientProfile, scope: Scope) -> Request:
-        """A request, for the model of its client's profile where it names none that there is."""
+    def for_client(
+        self, asked: Request, client: str, scope: Scope
+    ) -> tuple[Request, ClientProfile]:
+        """A request, for the model of its client's profile where it names none that there is; and
+        the profile."""
+        profile = self.tasks.profile_of(client, Headers(scope=scope).get("user-agent", ""))
         name, other = asked.params.model, profile.spec.model
         if not other or name in self._names() or self._is_served(name.rpartition(":")[0]):
-            return asked
+            return asked, profile
         note_defaults(scope, {"model": other}, f"profiles.{profile.name}")
-        return replace(asked, params=replace(asked.params, model=other))
+        return replace(asked, params=replace(asked.params, model=other)), profile
 
     def choose(self, name: str, client: str = "") -> tuple[ServedModel, TaskChoice | None]:
         """Find a served model for a client, by its own name or that of a task, which then chooses.

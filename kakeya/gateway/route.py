@@ -57,8 +57,8 @@ class GenerationRoute:
             return
         asked = generations.settled(fields.applied(reply.asked, scope), session, scope)
         note_left_out(scope, asked.params.left_out)
-        profile = generations.tasks.profile_of(client_of(scope), headers.get("user-agent", ""))
-        asked = fields.under_profile(generations.named(asked, profile, scope), profile, scope)
+        asked, profile = generations.for_client(asked, client_of(scope), scope)
+        asked = fields.under_profile(asked, profile, scope)
         model, choice = generations.choose(asked.params.model, client_of(scope))
         if choice is not None:
             note_task(scope, choice)

@@ -245,7 +245,8 @@ class NodeMemory:
         budget; nothing changes then."""
         before = {model: model.manifest for model in self._models()}
         for model in before:
-            model.manifest = manifests.get(model.model_id, model.manifest)
+            said = manifests.get(model.model_id, model.manifest)
+            model.manifest = model.manifest.with_live(said)
         try:
             self._check_pinned()
         except ConfigError:

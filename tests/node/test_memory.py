@@ -34,11 +34,12 @@ from kakeya.core.units import MIB
 from kakeya.generation.facts import Footprint, ModelState
 from kakeya.generation.frames import Done, Frame
 from kakeya.generation.kv import KvOffer
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import EMBEDDED_FOLDER, ModelRole, ModelSpec
 from kakeya.memory.arbiter.events import CapabilityRun, Event, MemoryPressure, ModelUnload
 from kakeya.memory.arbiter.policy import PressureLevel
-from kakeya.memory.arbiter.resident import RequestPriority, State
+from kakeya.memory.arbiter.resident import RequestPriority, State, Warmth
 from kakeya.memory.estimate.estimate import estimate_model
 from kakeya.memory.estimate.size_file import SizeFile
 from kakeya.memory.machine.panics import FIND_PERIOD_S, KEEP_S
@@ -640,6 +641,22 @@ async def test_a_pinned_model_survives_pressure_and_a_wrong_pin_ends_the_start(
         with pytest.raises(errors.ConfigError, match=says):
             async with in_process(tmp_path, [TEXT_MODEL, DRAFT_MODEL], clock, environ=wrong):
                 pass
+
+
+async def test_a_manifest_counts_at_once_and_pins_that_do_not_fit_change_nothing(
+    tmp_path: Path,
+) -> None:
+    models, environ = [TEXT_MODEL, DRAFT_MODEL], {"KAKEYA_MEMORY_BUDGET_MB": "200"}
+    async with in_process(tmp_path, models, ShiftedClock(), environ=environ) as memory:
+        await until(lambda: memory.engines.get(VERIFIER).can_serve, "text is there")
+        text, draft = memory.engines.get(VERIFIER), memory.engines.get(DRAFTER)
+        memory.take_manifests({VERIFIER: Manifest(stay_warm_s=7, thinking="on", backend="other")})
+        assert text.resident is not None
+        assert text.resident.warmth == Warmth(stay_warm_s=7)
+        assert (text.manifest.thinking, text.manifest.backend) == ("on", "mlx")
+        with pytest.raises(errors.ConfigError, match="pinned and text models need"):
+            memory.take_manifests({VERIFIER: Manifest(), DRAFTER: Manifest(pin=True)})
+        assert (text.manifest.stay_warm_s, draft.manifest.pin) == (7, None)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kakeya.backends.request import ChatRequest
@@ -38,9 +37,7 @@ class CountRoute:
         asked, fields = await read_request(scope, receive, generations.limits, read)
         note_left_out(scope, asked.params.left_out)
         caller = fields.named(scope)
-        agent = Headers(scope=scope).get("user-agent", "")
-        profile = generations.tasks.profile_of(caller, agent)
-        named = generations.named(asked, profile, scope)
+        named, profile = generations.for_client(asked, caller, scope)
         wanted, _ = with_thinking(named, profile.spec.thinking)
         model = generations.find(wanted.params.model, caller)
         with generations.admitted(share_of(caller, scope), asked.params.user):

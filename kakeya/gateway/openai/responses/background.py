@@ -107,8 +107,9 @@ class BackgroundResponses:
         """Make a job of a request for the background; False = it is none. Raises QueueFull."""
         if not isinstance(reply, ResponseReply) or not reply.is_background:
             return False
-        params = reply.asked.params
-        self._generations.choose(params.model, client_of(scope))
+        client, params = client_of(scope), reply.asked.params
+        asked, _ = self._generations.for_client(reply.asked, client, scope)
+        self._generations.choose(asked.params.model, client)
         response_id = answer_id(scope, reply.id_prefix)
         previous_id = whole.get("previous_response_id")
         request = {
@@ -296,5 +297,5 @@ def _kept_headers(headers: Headers) -> Sequence[tuple[str, str]]:
     return [
         (name, value)
         for name, value in headers.items()
-        if name in SESSION_HEADERS or name.startswith("x-kakeya-") or name == "x-priority"
+        if name in (*SESSION_HEADERS, "x-priority", "user-agent") or name.startswith("x-kakeya-")
     ]

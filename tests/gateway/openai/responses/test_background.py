@@ -18,6 +18,8 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.errors import PeerUnavailable
 from kakeya.dispatch.job_store import FILE, JobStore
 from kakeya.dispatch.jobs import JobQueue
+from kakeya.dispatch.profiles import ProfileSpec
+from kakeya.dispatch.registry import TaskRegistry
 from tests.gateway.toy import Pace, Served, ToyModel, make_folder, serving
 from tests.waiting import until
 
@@ -43,6 +45,15 @@ async def ended(served: Served, response: Response) -> Response:
         await asyncio.sleep(0.01)
         response = await served.openai.responses.retrieve(response.id)
     return response
+
+
+async def test_the_profile_of_a_client_names_the_model(folder: Path) -> None:
+    profiles = {"p": ProfileSpec(agents=("AsyncOpenAI/",), model="toy")}
+    model = ToyModel(folder, script="hello")
+    async with kept(model, tasks=TaskRegistry(profiles=profiles)) as served:
+        first = await served.openai.responses.create(**ASKED | {"model": "gpt-5"})
+        last = await ended(served, first)
+    assert (last.status, last.output_text) == ("completed", "hello")
 
 
 async def test_a_response_is_polled_until_it_is_complete(folder: Path) -> None:
