@@ -10,7 +10,7 @@ from typing import Literal
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.generation.kv import LOGIT_BYTES, NO_KV, KvExchange, KvOffer
-from kakeya.generation.retention import Retention
+from kakeya.generation.retention import BlockClass, Retention
 from kakeya.generation.waiting import WaitTeller
 
 MAX_PROMPT_TOKENS = 128 * 1024
@@ -134,6 +134,17 @@ class GenerationPriority(IntEnum):
     BATCH = 4
     SPECULATIVE = 5
     """Work that no caller waits for: prefixes that are warmed ahead."""
+
+    @property
+    def block_class(self) -> BlockClass:
+        """The class of the blocks that its requests compute."""
+        return _BLOCK_CLASSES.get(self, BlockClass.USER)
+
+
+_BLOCK_CLASSES = {
+    GenerationPriority.BATCH: BlockClass.BATCH,
+    GenerationPriority.SPECULATIVE: BlockClass.SPECULATIVE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,8 +46,10 @@ _WINDOWS_S: Mapping[Retention, int] = {
 
 
 class BlockClass(StrEnum):
-    """The author of a block's tokens; SPECULATIVE: warmed ahead, no request asked for it yet."""
+    """The author of a block's tokens; SPECULATIVE: warmed ahead, no request asked for it yet;
+    BATCH: of requests that no person waits for, it goes before blocks of all other classes."""
 
+    BATCH = "batch"
     SPECULATIVE = "speculative"
     ASSISTANT = "assistant"
     USER = "user"
@@ -61,6 +63,7 @@ class BlockClass(StrEnum):
 
 
 WEIGHTS: Mapping[BlockClass, float] = {
+    BlockClass.BATCH: 0.5,
     BlockClass.SPECULATIVE: 1.0,
     BlockClass.ASSISTANT: 2.0,
     BlockClass.USER: 4.0,

@@ -334,6 +334,22 @@ async def test_a_long_prompt_takes_half_of_the_budget_from_others_at_most(tmp_pa
         here.check()
 
 
+async def test_batch_prompts_take_room_of_batch_prompts_only(tmp_path: Path) -> None:
+    batch, conversation = GenerationPriority.BATCH, [*range(3 * BLOCK), 0]
+    async with world(tmp_path, budget=5) as here:
+        await here.ask(conversation)
+        for number in range(100, 106):
+            await here.ask([number] * 4 + [0], priority=batch)
+        assert here.prefixes.counts.evicted == 4
+        assert await here.ask(conversation) == 3 * BLOCK
+        assert await here.ask([105] * 4 + [0], priority=batch) == BLOCK
+        await here.ask([*range(50, 50 + 2 * BLOCK), 0])
+        await here.ask([107] * 4 + [0], priority=batch)
+        assert here.prefixes.counts.evicted == 6
+        assert await here.ask([*range(50, 50 + 2 * BLOCK), 0]) == 2 * BLOCK
+        here.check()
+
+
 @pytest.mark.parametrize("older", ["slow", "fast"])
 async def test_what_is_cheap_to_have_again_goes_first_whatever_model_it_is_of(
     tmp_path: Path, older: str

@@ -335,7 +335,7 @@ class PrefixDisk:
                 if block is None:
                     break
                 filling = await self._pages.prepare(
-                    loading.naming, block.payload_bytes, self._holder
+                    loading.naming, block.payload_bytes, self._holder, loading.block_class
                 )
                 if filling is None:
                     break

@@ -156,16 +156,22 @@ class PrefixPages:
 
     # --- filling
 
-    async def prepare(self, naming: Naming, length: int, holder: PinHolder) -> Filling | None:
+    async def prepare(
+        self,
+        naming: Naming,
+        length: int,
+        holder: PinHolder,
+        block_class: BlockClass = BlockClass.USER,
+    ) -> Filling | None:
         """Pages for a block of `length` bytes; None = there are none now, or it is too long.
 
-        End it by `commit` or `give_back`.
+        The class BATCH evicts none of other classes. End it by `commit` or `give_back`.
         """
         if length > self.arena.largest_block_bytes:
             self._say_too_large(naming, length)
             return None
         size = self.arena.paged_bytes(length)
-        if not self._make_room(size):
+        if not self._make_room(size, block_class):
             return None
         self._filling_bytes += size
         try:
@@ -306,11 +312,13 @@ class PrefixPages:
         self._sweep()
         return count
 
-    def _make_room(self, size: int) -> bool:
-        """Evict until `size` fits the budget; False = too much of it is in use."""
+    def _make_room(self, size: int, block_class: BlockClass) -> bool:
+        """Evict until `size` fits the budget; False = too much of it is in use, or of use."""
         over = self.used_bytes + size - self.budget_bytes
         if over > 0:
             for shelf, node in self._victims(over):
+                if BlockClass.BATCH is block_class is not node.block_class:
+                    return False
                 self._counts.evicted += 1
                 self.lose(shelf, node.id, for_room=True)
         return self.used_bytes + size <= self.budget_bytes

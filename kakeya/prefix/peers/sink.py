@@ -52,7 +52,9 @@ class PageSink:
 
     async def fill(self, payload: bytearray) -> Filling | None:
         """Lay a block into pages that no request sees; end it by `commit` or `give_back`."""
-        filling = await self._pages.prepare(self._naming, len(payload), self._holder)
+        filling = await self._pages.prepare(
+            self._naming, len(payload), self._holder, self._block_class
+        )
         if filling is not None:
             filling.view[:] = payload
         return filling

@@ -106,8 +106,7 @@ class PrefixExchange:
         self._cached_tokens: int | None = None
         self._is_counted = False
         self._from_peers: dict[BlockId, Source] = {}
-        is_speculative = request.priority is GenerationPriority.SPECULATIVE
-        self._block_class = BlockClass.SPECULATIVE if is_speculative else BlockClass.USER
+        self._block_class = request.priority.block_class
 
     def __enter__(self) -> Self:
         return self
@@ -384,7 +383,7 @@ class PrefixExchange:
             room -= pages.arena.paged_bytes(length)
             if room < 0 and (is_speculative or given.fills):
                 break
-            filling = await pages.prepare(given.naming, length, given.holder)
+            filling = await pages.prepare(given.naming, length, given.holder, self._block_class)
             if filling is None:
                 break
             given.fills[_place(piece)] = Fill(piece, filling, has_state)

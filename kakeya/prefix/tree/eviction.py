@@ -5,7 +5,8 @@
 The lowest H goes first, and the clock then moves to that H: an unused block falls behind later
 ones, however much it was worth (Cherkasova, "Improving WWW Proxies Performance with
 Greedy-Dual-Size-Frequency Caching Policy"). Only leaves can go, so parents come after their last
-child. A block on disk costs no more than its read.
+child. A block on disk costs no more than its read. Blocks of the class BATCH go before all others,
+by the same H.
 
 Trees that share a budget share one clock, `Age`, so that their blocks can be compared: a second of
 prefill is worth the same in each.
@@ -22,6 +23,7 @@ from itertools import count
 from typing import Generic
 
 from kakeya.core.units import MIB
+from kakeya.generation.retention import BlockClass
 from kakeya.prefix.tree.node import Node, P
 
 TAIL_SHARE = 0.5
@@ -56,7 +58,11 @@ class EvictionOrder(Generic[P]):
         return self._age.now
 
     def worth(self, node: Node[P]) -> float:
-        """H of a node."""
+        """The order of a node: its H; of the class BATCH in -1..0, in the order of their H."""
+        h = self._h(node)
+        return -1 / (1 + h) if node.block_class is BlockClass.BATCH else h
+
+    def _h(self, node: Node[P]) -> float:
         seconds = node.facts.recompute_s
         if node.is_written:
             seconds = min(seconds, node.nbytes / self._disk_bytes_per_s)
@@ -75,7 +81,7 @@ class EvictionOrder(Generic[P]):
     def went(self, node: Node[P]) -> None:
         """Move the clock on, as this node goes for want of room."""
         if node.may_go:
-            self._age.now = max(self._age.now, self.worth(node))
+            self._age.now = max(self._age.now, self._h(node))
 
     def tidy(self, nodes: int) -> None:
         """Leave one entry of each leaf, once there are over two of each of so many nodes."""

@@ -579,3 +579,15 @@ def test_under_a_budget_bytes_are_bounded_and_the_rest_is_whole(
             assert shelf.tree.insert(ids, index, "p", facts_of(tokens), now)
             assert shelf.tree.ram_bytes <= budget
         assert shelf.tree.match(ids).depth_ram == blocks
+
+
+def test_batch_blocks_go_before_all_others_the_least_of_them_first_until_another_class_uses_them(
+    shelf: Shelf,
+) -> None:
+    other, dear, cheap = [5, 5, 5, 5], [6, 6, 6, 6], [7, 7, 7, 7]
+    shelf.put(other, now=1.0, recompute_s=0.01)
+    shelf.put(dear, now=2.0, recompute_s=100.0, block_class=BlockClass.BATCH)
+    shelf.put(cheap, now=3.0, recompute_s=1.0, block_class=BlockClass.BATCH)
+    assert order_of(shelf, 99 * MIB) == ["0@3", "0@2", "0@1"]
+    shelf.tree.touch(shelf.ids(dear), 4.0, block_class=BlockClass.USER)
+    assert order_of(shelf, 99 * MIB) == ["0@3", "0@1", "0@2"]
