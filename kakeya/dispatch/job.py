@@ -177,8 +177,14 @@ def json_bytes(value: object) -> bytes:
 
 def fault_text(fault: BaseException) -> str:
     """What a fault of foreign code says, in a line without a traceback."""
-    said = " ".join(f"{type(fault).__name__}: {fault}".split())
-    return said.removesuffix(":")[:PHRASE_CHARS]
+    return line_of(f"{type(fault).__name__}: {fault}").removesuffix(":")
+
+
+def line_of(said: str) -> str:
+    """A text of foreign code as a short line that UTF-8 can carry."""
+    return " ".join(said[: 2 * PHRASE_CHARS].encode("utf-8", "replace").decode().split())[
+        :PHRASE_CHARS
+    ]
 
 
 def _plain(value: object) -> Mapping[str, object]:

@@ -42,7 +42,6 @@ from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, is_cancelled, sleep_or_wake
 from kakeya.dispatch.job import (
     KEEP_S,
-    PHRASE_CHARS,
     Job,
     JobError,
     JobState,
@@ -50,6 +49,7 @@ from kakeya.dispatch.job import (
     fault_text,
     interrupted,
     json_bytes,
+    line_of,
     may_try_again,
     outdated,
 )
@@ -150,8 +150,10 @@ class JobQueue:
         """
         if kind not in self._kinds:
             raise InvariantBroken("a job is of an added kind", kind)
+        if job_id in self._entries:
+            raise InvariantBroken("a job has an id of its own", job_id)
         job = Job(
-            job_id=job_id or "job_" + draw_id("", self._rng, 24)[1:],
+            job_id=job_id or self._new_id(),
             kind=kind,
             owner=owner,
             request=json.dumps(request).encode(),
@@ -298,11 +300,13 @@ class JobQueue:
             self._fail(entry, error.code, error.message)
             return
         entry.due_mono = now + (error.retry_after_s or RETRY_S)
-        phrase = f"it waits: {error.message}"[:PHRASE_CHARS]
+        phrase = line_of(f"it waits: {error.message}")
         self._put(entry, replace(job, state=JobState.QUEUED, share=0.0, phrase=phrase))
 
     def _fail(self, entry: _Entry, code: str, message: str) -> None:
-        error = JobError(code=code, message=message)
+        # What a plug-in says may hold what UTF-8 cannot carry.
+        told = message.encode("utf-8", "replace").decode()
+        error = JobError(code=code, message=told)
         self._end(entry, replace(entry.job, state=JobState.FAILED, error=error))
 
     def _end(self, entry: _Entry, ended: Job) -> None:
@@ -325,9 +329,14 @@ class JobQueue:
 
         def tell(share: float, phrase: str) -> None:
             share = 0.0 if math.isnan(share) else min(1.0, max(0.0, share))
-            loop.call_soon_threadsafe(note, share, phrase[:PHRASE_CHARS])
+            loop.call_soon_threadsafe(note, share, line_of(phrase))
 
         return tell
+
+    def _new_id(self) -> str:
+        while (job_id := "job_" + draw_id("", self._rng, 24)[1:]) in self._entries:
+            pass
+        return job_id
 
     def _find(self, job_id: str, owner: str | None) -> _Entry:
         entry = self._entries.get(job_id)

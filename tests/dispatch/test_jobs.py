@@ -6,16 +6,19 @@ import asyncio
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import MemoryRefused, PeerUnavailable, QueueFull
 from kakeya.core.tasks import Supervisor
-from kakeya.dispatch.job import PATIENCE_S, Job, JobState
+from kakeya.dispatch.job import MOST_CRASHES, PATIENCE_S, Job, JobState
 from kakeya.dispatch.job_store import FILE, JobStore
 from kakeya.dispatch.jobs import JobKind, JobNotFound, JobQueue, Tell
 from tests.fakes import FakeClock
@@ -272,3 +275,67 @@ async def test_an_owner_cannot_fill_the_queue() -> None:
         with pytest.raises(QueueFull, match="256 of them"):
             jobs.submit("image", {}, owner="ann")
         jobs.submit("image", {}, owner="bob")
+
+
+OPS = st.lists(
+    st.sampled_from(("submit", "submit once", "cancel", "turn", "kill", "stop")), max_size=9
+)
+
+
+@settings(max_examples=15)
+@given(OPS)
+def test_no_job_is_lost_and_none_that_may_not_be_repeated_begins_twice(ops: list[str]) -> None:
+    asyncio.run(_live(ops))
+
+
+async def _live(ops: list[str]) -> None:
+    """Submit, cancel, kill and stop at any moment; then let all work come to its end."""
+    work, submitted, cancelled = Work(), dict[str, bool](), set[str]()
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp))
+    home = await asyncio.to_thread(a_home, folder)
+    left = [*ops, "finish"]
+    try:
+        while left:
+            killed = None
+            async with started(work, home, concurrency=2) as jobs:
+                while left:
+                    op = left.pop(0)
+                    if op.startswith("submit"):
+                        may_repeat = op == "submit"
+                        owner = f"owner {len(submitted) % 3}"
+                        job = jobs.submit("image", {}, owner=owner, may_repeat=may_repeat)
+                        submitted[job.job_id] = may_repeat
+                        assert await jobs.kept()
+                    elif op == "cancel" and submitted:
+                        job = jobs.cancel(list(submitted)[-1], None)
+                        if job.state is JobState.CANCELLED:
+                            cancelled.add(job.job_id)
+                        assert await jobs.kept()
+                    elif op == "turn":
+                        await asyncio.sleep(0.005)
+                    elif op == "kill":
+                        begun = len(work.begun)
+                        copy = folder / str(len(left))
+                        home = await asyncio.to_thread(as_a_kill_leaves_it, home, copy)
+                        killed = begun  # what begins behind it has not happened
+                        break
+                    elif op == "stop":
+                        break
+                    elif op == "finish":
+                        work.gate.set()
+                        for job_id in submitted:
+                            await jobs.ended(job_id, None, 1e6)
+                        ends = {job.job_id: job.state for job in jobs.list_jobs(None)}
+            if killed is not None:
+                del work.begun[killed:]
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder)
+    assert ends.keys() == submitted.keys()
+    for job_id, may_repeat in submitted.items():
+        if job_id in cancelled:
+            assert ends[job_id] is JobState.CANCELLED
+        elif may_repeat and work.begun.count(job_id) < MOST_CRASHES:
+            assert ends[job_id] is JobState.DONE
+        else:
+            assert ends[job_id] in (JobState.DONE, JobState.FAILED)
+        assert may_repeat or work.begun.count(job_id) <= 1

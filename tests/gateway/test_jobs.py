@@ -45,7 +45,7 @@ class Reranker:
                 return {"model": backend, "scores": [len(text) for text in texts]}
             case "wait":
                 Reranker.begun += 1
-                report_progress(0.25, "a quarter is read")
+                report_progress(0.25, "a quarter\nis read \ud800")
                 try:
                     await Reranker.gate.wait()
                 except asyncio.CancelledError:
@@ -57,7 +57,7 @@ class Reranker:
             case "set":
                 return {1, 2}
             case "fault":
-                raise ZeroDivisionError("a number\nof a plug-in")
+                raise ZeroDivisionError("a number\nof a plug-in \ud800")
             case "cancelled":
                 raise errors.Cancelled("by itself")
             case _:
@@ -134,7 +134,7 @@ async def test_a_capability_answers_json_with_json() -> None:
             {"payload": "fault"},
             500,
             "capability_failed",
-            "rerank failed: ZeroDivisionError: a number of a plug-in",
+            "rerank failed: ZeroDivisionError: a number of a plug-in ?",
         ),
         (RERANK, {"payload": "wait", "timeout_s": 0.01}, 504, "deadline_exceeded", "0.01 s"),
         (RERANK, {"colour": 1}, 400, "unsupported_parameter", "colour"),
@@ -186,7 +186,7 @@ async def test_a_job_is_polled_and_its_progress_seen() -> None:
             await asyncio.sleep(0.01)
         assert (job["state"], job["progress"]) == (
             "running",
-            {"share": 0.25, "phrase": "a quarter is read"},
+            {"share": 0.25, "phrase": "a quarter is read ?"},
         )
         assert "result" not in job
         assert (await served.http.get(path, params={"wait_s": 0.01})).json()["state"] == "running"
@@ -221,7 +221,7 @@ async def test_a_job_that_fails_says_why() -> None:
         assert job["state"] == "failed"
         assert job["error"] == {
             "code": "capability_failed",
-            "message": "rerank failed: ZeroDivisionError: a number of a plug-in",
+            "message": "rerank failed: ZeroDivisionError: a number of a plug-in ?",
         }
 
 

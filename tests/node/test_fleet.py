@@ -28,7 +28,7 @@ from kakeya.v1 import distributed_pb2 as pb
 from tests.fakes import SettableClock
 from tests.fleet.members import sealed_card
 from tests.fleet.nodes import make_wire, running_node
-from tests.node.test_reach import Cables, opened
+from tests.fleet.paths.test_own_addresses import Cables, opened
 from tests.wire.certificates import Fleet
 
 HONEST, HOSTILE = "zz-honest", "aa-hostile"

@@ -82,6 +82,14 @@ async def test_a_response_is_polled_until_it_is_complete(folder: Path) -> None:
             await served.openai.responses.retrieve(first.id)
 
 
+async def test_half_a_character_costs_no_response(folder: Path) -> None:
+    async with kept(ToyModel(folder, script="hello")) as served:
+        raw = b'{"model": "toy", "background": true, "input": "\\ud83d", "user": "\\udc00"}'
+        answer = await served.http.post("/v1/responses", content=raw)
+        last = await ended(served, Response.model_construct(**answer.json()))
+        assert (last.status, last.output_text) == ("completed", "hello")
+
+
 async def test_a_response_is_cancelled_and_its_decode_closed(folder: Path) -> None:
     model = ToyModel(folder, script="hello " * 200, pace=SLOW, context_tokens=4096)
     async with kept(model, store_bytes=10**6) as served:
