@@ -12,8 +12,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _ROLES = (
-    "ASR", "DRAFTER", "EMBEDDING", "EMOTION", "SPEAKER_ID", "TEXT_TARGET", "TTS", "TURN_DETECTOR",
-    "VAD", "VISION", "WAKE_WORD",
+    "ASR", "DIFFUSION", "DRAFTER", "EMBEDDING", "EMOTION", "SPEAKER_ID", "TEXT_TARGET", "TTS",
+    "TURN_DETECTOR", "VAD", "VISION", "WAKE_WORD",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ROLES, "kakeya.memory.arbiter.resident"),

@@ -82,7 +82,7 @@ def engine_command(
     adapters: AdapterConfig | None = None,
     findings: Path | None = None,
 ) -> EngineCommand:
-    """Return the command of the engine that is part of this package.
+    """Return the command of the engine, or of the image worker, that is part of this package.
 
     `identity` is the folder of the node's keys, which need not exist yet: an engine dials the peers
     that draft for it. `adapters` gives verifiers adapter slots, which take no memory before the
@@ -96,13 +96,21 @@ def engine_command(
         slots = ("--adapter-slots", str(adapters.slots), "--adapter-rank", str(adapters.rank))
 
     def for_model(spec: ModelSpec, resolved: str) -> Command:
+        draws = spec.role is ModelRole.DIFFUSION
+        module = "kakeya.backends.images.worker" if draws else "kakeya.node.engine_main"
+
         def on_socket(socket: Path) -> Sequence[str]:
-            return (
-                *(sys.executable, "-m", "kakeya.node.engine_main"),
+            common = (
+                *(sys.executable, "-m", module),
                 *("--socket", str(socket)),
                 *("--model", resolved),
                 *("--model-id", spec.model_id),
                 *("--log-format", log_format),
+            )
+            if draws:
+                return common
+            return (
+                *common,
                 *keys,
                 *known,
                 *(slots if spec.role is ModelRole.VERIFIER else ()),

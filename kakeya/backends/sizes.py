@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from kakeya.backends.images.model import IMAGE
 from kakeya.backends.resident import EMBED
 from kakeya.core import darwin
 from kakeya.core.errors import ConfigError
@@ -28,6 +29,7 @@ from kakeya.memory.arbiter.policy import budget_bytes, check_fixed
 from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.estimate import Estimate, estimate_source, stated
 from kakeya.memory.estimate.history import SizeHistory
+from kakeya.memory.estimate.pipeline import estimate_pipeline
 from kakeya.memory.machine.machine import LinuxMachine
 from kakeya.memory.machine.panics import Profile
 
@@ -176,16 +178,20 @@ def lease_sizes(
     check_named("memory.sizes_mb", stated_bytes, sources)
     sizes = {}
     for model_id, (source, kind) in sources.items():
-        estimate = estimate_source(
-            source,
-            hub=hub,
-            kv_tokens=FIRST_KV_TOKENS,
-            widens=platform != "darwin",
-            history=history,
-            kind=kind,
-            encodes=kind == EMBED,
-        )
-        is_fixed = kind == EMBED or model_id in fixed_kv_bytes
+        widens = platform != "darwin"
+        if kind == IMAGE:
+            estimate = estimate_pipeline(Path(source), widens=widens, history=history, kind=kind)
+        else:
+            estimate = estimate_source(
+                source,
+                hub=hub,
+                kv_tokens=FIRST_KV_TOKENS,
+                widens=widens,
+                history=history,
+                kind=kind,
+                encodes=kind == EMBED,
+            )
+        is_fixed = kind in (EMBED, IMAGE) or model_id in fixed_kv_bytes
         base_bytes = estimate.base_bytes + fixed_kv_bytes.get(model_id, 0)
         estimate = replace(estimate, base_bytes=base_bytes)
         if model_id in stated_bytes:

@@ -51,7 +51,8 @@ class ModelsConfig:
     """The models of a node; without any it serves the embedded one with n-gram drafts."""
 
     serve: tuple[ModelSpec, ...] = setting(
-        "serve a model as verifier (the default role), proposer or embedder; any number of times",
+        "serve a model as verifier (the default role), proposer, embedder or, of a diffusers "
+        "pipeline, diffusion; any number of times",
         Several(parse_model),
         (),
         argument="[NAME=]ID_OR_PATH[:ROLE]",

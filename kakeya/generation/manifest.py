@@ -30,6 +30,8 @@ MOST_MB = 64 * 1024 * 1024
 MOST_WARM_S = 7 * 86_400.0
 BACKENDS = MLX, LLAMA = ("mlx", "llama-server")
 """What runs models; of a model without a `backend` its files decide."""
+DIFFUSERS = "diffusers"
+"""What runs models that draw: no others, so that it is not said."""
 LIVE = frozenset(
     {
         *("pin", "stay_warm_s", "may_displace_text"),

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
+from kakeya.generation.image import ImageModel
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority
 from kakeya.generation.waiting import RequestWait
@@ -134,6 +135,15 @@ class ModelDirectory(Protocol):
 
     def embedders(self) -> tuple[EmbeddingModel, ...]:
         """Every model that makes vectors."""
+        ...
+
+    def image_model(self, model_id: str) -> ImageModel:
+        """Find a model that draws images; "" is the first one. Raises NotFound naming those that
+        are served, and InvalidArgument for a model of another kind."""
+        ...
+
+    def image_models(self) -> tuple[ImageModel, ...]:
+        """Every model that draws images."""
         ...
 
 

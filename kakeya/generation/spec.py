@@ -22,12 +22,14 @@ from kakeya.core.errors import ConfigError
 from kakeya.core.gguf import gguf_files
 from kakeya.core.ids import NGRAM
 from kakeya.core.settings import Illegal
-from kakeya.generation.manifest import MLX, NO_MANIFEST, Category, Manifest
+from kakeya.generation.manifest import DIFFUSERS, MLX, NO_MANIFEST, Category, Manifest
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "models"
 EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft", "kakeya-tiny-tools")
 """Models that are shipped, with one tokenizer."""
 GGUF = ".gguf"
+PIPELINE_FILE = "model_index.json"
+"""Of a folder that holds a diffusers pipeline, which draws images."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z", re.ASCII)
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\Z", re.ASCII)
 _CACHED = re.compile(r"models--([\w.-]+)\Z", re.ASCII)
@@ -39,6 +41,14 @@ class ModelRole(StrEnum):
     VERIFIER = "verifier"
     PROPOSER = "proposer"
     EMBEDDER = "embedder"
+    DIFFUSION = "diffusion"
+    """Draws images from text."""
+
+
+_CATEGORY_OF = {
+    ModelRole.EMBEDDER: Category.EMBEDDING,
+    ModelRole.DIFFUSION: Category.DIFFUSION,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +64,12 @@ class ModelSpec:
     @property
     def category(self) -> Category:
         """The kind of its work."""
-        usual = Category.EMBEDDING if self.role is ModelRole.EMBEDDER else Category.TEXT
-        return self.manifest.category or usual
+        return self.manifest.category or _CATEGORY_OF.get(self.role, Category.TEXT)
 
     @property
     def backend(self) -> str:
         """The name of what runs it."""
-        return self.manifest.backend or MLX
+        return DIFFUSERS if self.role is ModelRole.DIFFUSION else self.manifest.backend or MLX
 
     @property
     def is_ngram(self) -> bool:
@@ -96,7 +105,9 @@ def resolve(spec: ModelSpec) -> str:
         return str(_checked(EMBEDDED_FOLDER / spec.source, spec.source))
     path = Path(spec.source).expanduser()
     if path.exists():
-        return str(_checked(_snapshot(path.resolve()), spec.source))
+        folder = _snapshot(path.resolve())
+        is_pipeline = spec.role is ModelRole.DIFFUSION and _is_pipeline(folder)
+        return str(folder if is_pipeline else _checked(folder, spec.source))
     if _HUB_ID.match(spec.source) and not spec.source.startswith("."):
         return spec.source
     close = difflib.get_close_matches(spec.source, EMBEDDED, n=1)
@@ -119,6 +130,10 @@ def _snapshot(folder: Path) -> Path:
 def is_gguf(resolved: str) -> bool:
     """Whether an engine loads a GGUF file."""
     return resolved.endswith(GGUF)
+
+
+def _is_pipeline(folder: Path) -> bool:
+    return (folder / PIPELINE_FILE).is_file()
 
 
 def _checked(folder: Path, source: str) -> Path:
@@ -173,6 +188,8 @@ def _split_role(text: str) -> tuple[str, ModelRole]:
 
 
 def _spec(name: str, source: str, role: ModelRole) -> ModelSpec:
+    if role is ModelRole.VERIFIER and _is_pipeline(_snapshot(Path(source).expanduser())):
+        role = ModelRole.DIFFUSION
     return ModelSpec(model_id=name or _model_id(source), source=source, role=role)
 
 

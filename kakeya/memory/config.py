@@ -8,10 +8,10 @@ from kakeya.core.errors import ConfigError
 from kakeya.core.settings import Illegal, Several, megabytes, none_if_zero, number, setting, text
 from kakeya.generation.manifest import MOST_MB, MOST_WARM_S, Category, Manifest
 from kakeya.memory.arbiter.policy import RESERVE_BYTES
-from kakeya.memory.arbiter.resident import TEXT_TARGET, VISION, Warmth
+from kakeya.memory.arbiter.resident import DIFFUSION, TEXT_TARGET, VISION, Warmth
 from kakeya.memory.leases.place import VARIABLE, lease_store_url
 
-_STAY_WARM_S = {Category.VISION: VISION.stay_warm_s, Category.DIFFUSION: 900.0}
+_STAY_WARM_S = {Category.VISION: VISION.stay_warm_s, Category.DIFFUSION: DIFFUSION.stay_warm_s}
 """Of categories that do not stay as `stay_warm_s` says."""
 
 

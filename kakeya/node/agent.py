@@ -178,6 +178,7 @@ class Agent:
             verifiers,
             self._pages.adapters.manager,
             self._engines.of_role(ModelRole.EMBEDDER),
+            tuple(self._memory.images.by_id.values()),
         )
         ahead = node_precache(
             self._config.precache, self._models, self._memory, self._pages, self._clock, self._rng

@@ -8,7 +8,9 @@ from kakeya.adapters.manager import AdapterManager
 from kakeya.backends.adapted import AdaptedModel
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.errors import InvalidArgument, NotFound
+from kakeya.core.settings import nearest
 from kakeya.generation.frames import Usage
+from kakeya.generation.image import ImageModel
 from kakeya.generation.model import AdaptedId, EmbeddingModel, ServedModel
 
 
@@ -20,16 +22,18 @@ class VerifierDirectory:
         verifiers: Sequence[ResidentModel],
         adapters: AdapterManager,
         embedders: Sequence[ResidentModel] = (),
+        images: Sequence[ImageModel] = (),
     ) -> None:
         self._verifiers = tuple(verifiers)
         self._embedders = tuple(embedders)
+        self._images = tuple(images)
         self._adapters = adapters
 
     def get(self, model_id: str, client: str = "") -> ServedModel:
         """Find a verifier; "" is the default, BASE:NAME a verifier with an adapter.
 
         Raises NotFound, which names the served models or a near one, Denied, and InvalidArgument
-        for an embedder.
+        for an embedder or an image model.
         """
         for model in self._verifiers:
             if model_id in ("", model.model_id):
@@ -42,6 +46,12 @@ class VerifierDirectory:
         if any(model_id == model.model_id for model in self._embedders):
             raise InvalidArgument(
                 f"{model_id} makes embeddings (POST /v1/embeddings) and writes no text; "
+                f"this node writes text with {_names(self._verifiers)}",
+                param="model",
+            )
+        if any(model_id == model.model_id for model in self._images):
+            raise InvalidArgument(
+                f"{model_id} draws images (POST /v1/images/generations) and writes no text; "
                 f"this node writes text with {_names(self._verifiers)}",
                 param="model",
             )
@@ -75,12 +85,33 @@ class VerifierDirectory:
             )
         raise NotFound(f"model {model_id[:80]!r} is not served here; {served}")
 
+    def image_model(self, model_id: str) -> ImageModel:
+        """Find an image model; "" is the first one. Raises NotFound, and InvalidArgument for a
+        model of another kind."""
+        for model in self._images:
+            if model_id in ("", model.model_id):
+                return model
+        if not self._images:
+            raise NotFound(
+                "this node draws no images; start it with --model NAME=FOLDER, where FOLDER holds "
+                "a diffusers pipeline (model_index.json)"
+            )
+        drawn = f"images are drawn by {_names(self._images)}"
+        if any(model_id == one.model_id for one in (*self._verifiers, *self._embedders)):
+            raise InvalidArgument(f"{model_id} draws no images; {drawn}", param="model")
+        near = nearest(model_id[:80], [model.model_id for model in self._images])
+        raise NotFound(f"model {model_id[:80]!r} is not served here; {drawn}{near}")
+
+    def image_models(self) -> tuple[ImageModel, ...]:
+        """List the image models."""
+        return self._images
+
     def embedders(self) -> tuple[EmbeddingModel, ...]:
         """List the embedders."""
         return self._embedders
 
 
-def _names(models: Sequence[ResidentModel]) -> str:
+def _names(models: Sequence[ResidentModel | ImageModel]) -> str:
     return ", ".join(model.model_id for model in models) or "no model"
 
 

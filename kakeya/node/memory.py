@@ -30,6 +30,8 @@ from kakeya.backends.engine.process import Command
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.engines import EngineCommand, Engines
 from kakeya.backends.handler import EngineHandler
+from kakeya.backends.images.handler import ImageHandler, ImageModels
+from kakeya.backends.images.model import IMAGE, ResidentPipeline, WorkerSetup
 from kakeya.backends.resident import DRAFT, EMBED, TEXT, ResidentModel
 from kakeya.backends.sizes import LeaseSize, check_named, check_pinned, lease_sizes, node_budget
 from kakeya.backends.terms import DRAFT_TERMS
@@ -53,7 +55,14 @@ from kakeya.memory.arbiter.events import (
     ModelUnload,
 )
 from kakeya.memory.arbiter.plan import Reason
-from kakeya.memory.arbiter.resident import DRAFTER, EMBEDDING, TEXT_TARGET, ResidentKey, Warmth
+from kakeya.memory.arbiter.resident import (
+    DIFFUSION,
+    DRAFTER,
+    EMBEDDING,
+    TEXT_TARGET,
+    ResidentKey,
+    Warmth,
+)
 from kakeya.memory.config import MemoryConfig
 from kakeya.memory.estimate.history import WORKING_SET, SizeHistory, SizeRecord
 from kakeya.memory.estimate.size_file import SizeFile, hub_folder
@@ -136,8 +145,20 @@ class NodeMemory:
         )
         budget = node_budget(config, self.profile)
         self.arbiter = MemoryArbiter(budget=budget, clock=clock, grace_s=0.0)
-        self.engines = Engines(
+        self.images = ImageModels(
             specs,
+            setup.command,
+            self.arbiter,
+            WorkerSetup(
+                sockets=setup.sockets,
+                start_timeout_s=setup.options.start_timeout_s,
+                patience_s=setup.wait_s,
+            ),
+            clock=clock,
+            on_change=on_change,
+        )
+        self.engines = Engines(
+            [spec for spec in specs if spec.role is not ModelRole.DIFFUSION],
             _with_care(setup.command, self._care),
             self.arbiter,
             clock=clock,
@@ -275,9 +296,8 @@ class NodeMemory:
     def figures(self) -> Iterator[Figure]:
         """Figures of the ledger, and counts of its events."""
         yield from memory_figures(self.arbiter.status(), is_careful=self.is_careful)
-        models = self._models()
         yield from self._counters.figures(
-            ResidentKey(model.capability, model.model_id) for model in models
+            ResidentKey(model.capability, model.model_id) for model in self._all()
         )
 
     def health(self) -> tuple[TaskHealth, ...]:
@@ -288,12 +308,12 @@ class NodeMemory:
     def _estimate(self) -> dict[str, LeaseSize]:
         stated = {
             model.model_id: size
-            for model in self._models()
+            for model in self._all()
             if (size := model.manifest.size_bytes) is not None
         }
+        folders = {**self.engines.sources, **self.images.sources}
         sources = {
-            model.model_id: (self.engines.sources[model.model_id], model.capability)
-            for model in self._models()
+            model.model_id: (folders[model.model_id], model.capability) for model in self._all()
         }
         return lease_sizes(
             sources,
@@ -329,17 +349,30 @@ class NodeMemory:
                     max_waiting=options.max_waiting,
                 )
             )
+        if self.images.by_id:
+            self.arbiter.register(
+                Capability(
+                    name=IMAGE,
+                    role=DIFFUSION,
+                    handler=ImageHandler(
+                        self.images.by_id, self._sizes, self._history, self.arbiter
+                    ),
+                    estimate=self._lease_bytes,
+                    load_s=partial(self._load_s, IMAGE),
+                    own_warmth=self._warmth,
+                )
+            )
 
     def _check_pinned(self) -> None:
         texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
         check_pinned(self._pinned(), self._sizes, texts, self.arbiter.status().budget_bytes)
 
     def _pinned(self) -> frozenset[str]:
-        said = (model.model_id for model in self._models() if model.manifest.pin)
+        said = (model.model_id for model in self._all() if model.manifest.pin)
         return frozenset((*self._config.pinned, *said))
 
     def _warmth(self, model_id: str) -> Warmth:
-        model = self.engines.get(model_id)
+        model = self.images.by_id.get(model_id) or self.engines.get(model_id)
         return self._config.warmth(
             model.manifest, model.category, is_pinned=model_id in self._pinned()
         )
@@ -359,8 +392,13 @@ class NodeMemory:
         order = (ModelRole.VERIFIER, ModelRole.EMBEDDER, ModelRole.PROPOSER)
         return tuple(model for role in order for model in self.engines.of_role(role))
 
+    def _all(self) -> tuple[ResidentModel | ResidentPipeline, ...]:
+        return (*self._models(), *self.images.by_id.values())
+
     async def _preload_all(self) -> None:
         pinned = self._pinned()
+        for model_id in pinned & self.images.by_id.keys():
+            await self.arbiter.preload(IMAGE, model_id)
         for model in sorted(self._models(), key=lambda one: one.model_id not in pinned):
             await self._preload(model)
 
@@ -420,7 +458,7 @@ class NodeMemory:
 
     def _follow(self, happened: Event) -> None:
         match happened:
-            case ModelLoad(key=(kind, name)) if kind in _ENGINES:
+            case ModelLoad(key=(kind, name)) if kind in (*_ENGINES, IMAGE):
                 digest = self._sizes[name].estimate.digest
                 self._history.note_load(digest, kind, happened.load_s)
             case MemoryPressure():

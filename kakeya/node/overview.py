@@ -46,7 +46,8 @@ class Overview:
         """Describe the node, and the fleet in its view."""
         clients = self.services.clients
         told = {"clients": clients.status(), "requests": clients.waiting()}
-        return describe(self._view()) | told | {"jobs": self.jobs.status()}
+        images = [one.status() for one in self.memory.images.by_id.values()]
+        return describe(self._view()) | told | {"jobs": self.jobs.status(), "images": images}
 
     def warnings(self) -> list[str]:
         """List warnings about the node itself, a sentence each."""

@@ -94,6 +94,7 @@ DRAFTER = Role(
 EMOTION = _role("emotion", 15, "weights are unloaded")
 SPEAKER_ID = _role("speaker-id", 18, "weights are unloaded")
 VISION = _role("vision", 20, "weights are unloaded, projected images forgotten", 60.0)
+DIFFUSION = _role("diffusion", 22, "weights are unloaded, and read again for the next image", 900.0)
 EMBEDDING = _role("embedding", 25, "weights are unloaded")
 TURN_DETECTOR = _role("turn-detector", 28, "weights are unloaded")
 WAKE_WORD = _role("wake-word", 30, "weights are unloaded")
@@ -116,8 +117,8 @@ ROOM = Role(
     is_room=True,
 )
 ROLES: tuple[Role, ...] = (
-    DRAFTER, EMOTION, SPEAKER_ID, VISION, EMBEDDING, TURN_DETECTOR, WAKE_WORD, VAD, ASR, TTS,
-    TEXT_TARGET,
+    DRAFTER, EMOTION, SPEAKER_ID, VISION, DIFFUSION, EMBEDDING, TURN_DETECTOR, WAKE_WORD, VAD, ASR,
+    TTS, TEXT_TARGET,
 )  # fmt: skip
 
 

@@ -66,8 +66,9 @@ def test_what_is_not_loaded_cannot_be_leased(state: State) -> None:
 def test_the_roles_are_those_of_the_contract() -> None:
     priorities = {role.name: role.priority for role in ROLES}
     assert priorities == {
-        "drafter": 10, "emotion": 15, "speaker-id": 18, "vision": 20, "embedding": 25,
-        "turn-detector": 28, "wake-word": 30, "vad": 35, "asr": 40, "tts": 50, "text-target": 100,
+        "drafter": 10, "emotion": 15, "speaker-id": 18, "vision": 20, "diffusion": 22,
+        "embedding": 25, "turn-detector": 28, "wake-word": 30, "vad": 35, "asr": 40, "tts": 50,
+        "text-target": 100,
     }  # fmt: skip
     assert [role.name for role in ROLES if not role.yields] == ["text-target"]
 

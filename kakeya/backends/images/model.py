@@ -1,0 +1,233 @@
+"""An image model of this node, in memory or not: the object that callers keep while workers come
+and go.
+
+    draw      holds a lease while it waits for its turn and draws; an absent model waits in the
+              arbiter's queue until it is loaded
+    death     of a worker fails the request that it draws; the next one starts another worker, and
+              without one the model leaves memory
+    failed    a model that cannot be loaded is not tried again for a while
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kakeya.backends.engine.process import Command
+from kakeya.backends.images.child import ImageWorker
+from kakeya.backends.images.folder import pipeline_kind
+from kakeya.backends.terms import terms_within
+from kakeya.core.clock import Clock
+from kakeya.core.errors import InvariantBroken, KakeyaError, PeerUnavailable
+from kakeya.core.figures import Json
+from kakeya.generation.facts import ModelState
+from kakeya.generation.image import DrawnImage, ImageRequest, Tell
+from kakeya.generation.manifest import Category
+from kakeya.generation.progress import LoadProgress
+from kakeya.generation.spec import ModelSpec
+from kakeya.generation.waiting import RequestWait, WaitReason
+from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.arbiter.capability import progress_to, report_progress
+from kakeya.memory.arbiter.resident import State
+
+IMAGE = "image"
+"""The capability of image models."""
+PAUSE_S = 30.0
+"""After a failed load: its next try reads many gigabytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """How workers are started: the folder of their sockets, None = the system's temporary one, the
+    longest load, and the longest wait of a request for its model."""
+
+    sockets: Path | None
+    start_timeout_s: float
+    patience_s: float
+
+
+class ResidentPipeline:
+    """An `ImageModel` on top of successive workers."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        command: Command,
+        memory: MemoryArbiter,
+        setup: WorkerSetup,
+        *,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Raises ConfigError for a folder without a pipeline that a node draws with."""
+        self.kind = pipeline_kind(folder)
+        self.folder = folder
+        self._spec = spec
+        self._command = command
+        self._memory = memory
+        self._setup = setup
+        self._clock = clock
+        self._on_change = on_change
+        self.manifest = spec.manifest
+        """What its owner says of it at this moment."""
+        self._failed_until_mono = 0.0
+        self._reason = ""
+        self._worker: ImageWorker | None = None
+        self._at = ""  # how far a load or an image is
+        self._asking = 0
+
+    # For callers
+
+    @property
+    def model_id(self) -> str:
+        """The id that callers use."""
+        return self._spec.model_id
+
+    @property
+    def capability(self) -> str:
+        """The model's capability in the arbiter."""
+        return IMAGE
+
+    @property
+    def category(self) -> Category:
+        """The kind of the model's work."""
+        return self._spec.category
+
+    @property
+    def state(self) -> ModelState:
+        """The current state of the model."""
+        resident = self._memory.find(IMAGE, self.model_id)
+        if resident is None:
+            return ModelState.FAILED if self._pause_s > 0 else ModelState.UNLOADED
+        is_loading = resident.state is State.LOADING or self._worker is None
+        return ModelState.LOADING if is_loading else ModelState.READY
+
+    @property
+    def last_error(self) -> str:
+        """Why the last load failed, in one sentence; "" = it did not, or long ago."""
+        return self._reason if self._pause_s > 0 else ""
+
+    def waits_for(self) -> RequestWait | None:
+        """See `ImageModel`."""
+        if self.state is ModelState.LOADING:
+            left_s = self._memory.load_left_s(IMAGE, self.model_id) or None
+            return RequestWait(
+                reason=WaitReason.LOAD, model_id=self.model_id, seconds=left_s, progress=self._at
+            )
+        place = self._memory.place_of(IMAGE, self.model_id)
+        if place is None:
+            return None
+        return RequestWait(reason=WaitReason.MEMORY, model_id=self.model_id, position=place)
+
+    async def draw(self, request: ImageRequest, tell: Tell) -> tuple[DrawnImage, ...]:
+        """See `ImageModel`."""
+        if self._pause_s > 0:
+            raise PeerUnavailable(
+                f"model {self.model_id} is failed: {self._reason}; it is tried again later",
+                retry_after_s=max(1.0, self._pause_s),
+            )
+        terms = replace(
+            terms_within(self._setup.patience_s, request.priority),
+            may_displace_text=self.manifest.may_displace_text,
+        )
+        self._asking += 1
+        try:
+            async with self._memory.acquire(IMAGE, self.model_id, terms) as handle:
+                with progress_to(tell):
+                    drawn = await handle.run(request)
+                if request.stay_warm_s:
+                    self._memory.keep_warm(IMAGE, self.model_id, request.stay_warm_s)
+        finally:
+            self._asking -= 1
+            self._drop_dead()
+        if not isinstance(drawn, tuple):
+            raise InvariantBroken("a run of an image model draws images", repr(drawn))
+        return drawn
+
+    def status(self) -> Json:
+        """The model as JSON, with how far its load or its image is."""
+        return {
+            "model_id": self.model_id,
+            "role": self._spec.role.value,
+            "state": self.state.value,
+            "error": self.last_error,
+            "pipeline": self.kind.value,
+            "pid": None if self._worker is None else self._worker.pid,
+            "at": self._at,
+            "requests": self._asking,
+        }
+
+    # For the handler
+
+    async def open(self) -> int:
+        """Start a worker; returns its process id. Raises LoadFailed and ConfigError."""
+        self._at = "starting"
+        try:
+            self._worker = await ImageWorker.start(
+                self.model_id,
+                self._command,
+                sockets=self._setup.sockets,
+                timeout_s=self._setup.start_timeout_s,
+                clock=self._clock,
+                on_progress=self._progressed,
+                on_end=self._died,
+            )
+        except KakeyaError as problem:
+            self._reason = problem.message
+            self._failed_until_mono = self._clock.mono() + PAUSE_S
+            raise
+        finally:
+            self._at = ""
+            self._on_change()
+        return self._worker.pid
+
+    async def close(self) -> None:
+        """End the worker; return when the system has its memory back."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.aclose()
+        self._on_change()
+
+    async def perform(self, request: ImageRequest) -> tuple[DrawnImage, ...]:
+        """Draw with the worker, or with a new one where it died; the progress is reported."""
+        worker = self._worker
+        if worker is None or worker.end:
+            await self.close()
+            await self.open()
+            worker = self._worker
+        if worker is None:
+            raise InvariantBroken("an open model has a worker", self.model_id)
+
+        def tell(share: float, phrase: str) -> None:
+            self._at = phrase
+            report_progress(share, phrase)
+
+        try:
+            return await worker.draw(request, tell)
+        finally:
+            self._at = ""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the worker; None without one that lives."""
+        return self._worker.pid if self._worker is not None and not self._worker.end else None
+
+    @property
+    def _pause_s(self) -> float:
+        return self._failed_until_mono - self._clock.mono()
+
+    def _progressed(self, progress: LoadProgress) -> None:
+        self._at = progress.describe()
+
+    def _died(self) -> None:
+        self._drop_dead()
+        self._on_change()
+
+    def _drop_dead(self) -> None:
+        """Let a model without a process leave the ledger when no request holds it."""
+        resident = self._memory.find(IMAGE, self.model_id)
+        is_dead = self._worker is not None and bool(self._worker.end)
+        if is_dead and resident is not None and resident.is_idle:
+            self._memory.unload(IMAGE, self.model_id)
