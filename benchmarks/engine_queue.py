@@ -1,6 +1,6 @@
-"""The queue of an engine: one arrival, one end and one entry while 16, 72 and 216 wait.
+"""The queue of an engine: one arrival, one end and one entry while 16, 192 and 704 wait.
 
-An engine lets 72 generations in (8 run, 64 wait), 216 at most when many clients and users share
+An engine lets 256 generations in (64 run, 192 wait), 768 at most when many clients and users share
 it. Beside it: the same where one generation waits. Processor time, the least of some turns;
 `at_reference` is that over how much slower than the reference machine this one is at best.
 
@@ -24,7 +24,7 @@ from kakeya.generation.request import DecodeJob
 
 GOAL_US = 1000.0
 """Less than one step of the smallest model that is served."""
-DEPTHS = (16, 128, 384)
+DEPTHS = (16, 192, 704)
 CLIENTS = 16
 ROUNDS, REPEATS = 400, 7
 PLACES = EngineOptions().max_running

@@ -51,8 +51,11 @@ SHAPES = {
 
 
 def any_model(size: str) -> Path:
-    """The folder that `scripts/bench --model` names, else that of a random model."""
-    return Path(NAMED) if NAMED else random_model(size)
+    """The folder that `scripts/bench --model` names, else that of a random model, or of
+    kakeya-tiny for `tiny`."""
+    if NAMED:
+        return Path(NAMED)
+    return EMBEDDED if size == "tiny" else random_model(size)
 
 
 def repeats(usual: int) -> int:

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -93,6 +94,67 @@ def request(
         return 0, b""
     finally:
         connection.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedAnswer:
+    """A streamed answer as its client saw it. Seconds are from the first try; `refusals` are the
+    tries that were answered with 429 or 503 before."""
+
+    status: int
+    text: str
+    is_whole: bool
+    first_s: float
+    seconds: float
+    refusals: int
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the request was not answered to its end."""
+        return self.status != 200 or not self.is_whole
+
+
+def streamed(address: str, body: Mapping[str, object], *, tries: int = 20) -> StreamedAnswer:
+    """Ask for a streamed answer; a refusal with Retry-After is obeyed, `tries` times in all."""
+    host, _, port = address.rpartition(":")
+    began, refusals = time.perf_counter(), 0
+    while True:
+        connection = http.client.HTTPConnection(host, int(port), timeout=_WAIT_S)
+        try:
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            payload = json.dumps({**body, "stream": True})
+            connection.request("POST", path, payload, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            pause_s = answer.getheader("retry-after")
+            if answer.status in (429, 503) and pause_s and refusals + 1 < tries:
+                refusals += 1
+                time.sleep(float(pause_s))
+                continue
+            pieces, first_s, is_whole = [], 0.0, False
+            for line in answer:
+                is_whole |= line.startswith(b"data: [DONE]")
+                if line.startswith(b"data: {"):
+                    first_s = first_s or time.perf_counter() - began
+                    pieces.append(_piece(json.loads(line[6:])))
+            status = answer.status
+        except (OSError, http.client.HTTPException):
+            status, pieces, first_s, is_whole = 0, [], 0.0, False
+        finally:
+            connection.close()
+        return StreamedAnswer(
+            status=status,
+            text="".join(pieces),
+            is_whole=is_whole,
+            first_s=first_s,
+            seconds=time.perf_counter() - began,
+            refusals=refusals,
+        )
+
+
+def _piece(event: dict[str, Any]) -> str:
+    """The text of one event."""
+    choice = (event.get("choices") or [{}])[0]
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
 class MlxLmServer:

@@ -189,8 +189,9 @@ async def run_once(mode: str, folder: Path) -> Run:
         await until(lambda: backend.running == 1)
         await asyncio.to_thread((folder / mode).touch)
         if mode == "still":
-            await asyncio.sleep(1.5)  # past the growth: what is left is the silence
-            now = await asyncio.to_thread(resident_bytes, pid) or 0
+            now = 0
+            while now < (now := await asyncio.to_thread(resident_bytes, pid) or 0):  # noqa: ASYNC110
+                await asyncio.sleep(1.5)  # until it has grown: what is left is the silence
             seen.budget = int(now / (1 + SHARE / 2))
             arbiter.set_budget(seen.budget)
         await asyncio.to_thread(seen.watch)

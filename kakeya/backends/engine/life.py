@@ -71,7 +71,7 @@ class EngineOptions:
     stop_grace_s: float = 0.5
     """Seconds from SIGTERM to SIGKILL. An engine saves nothing, and its callers had their grace."""
     max_running: int = 64
-    max_waiting: int = 64
+    max_waiting: int = 192
     max_losses_in_a_row: int = 3
     """A generation that loses this many engines without a token between them is given up."""
     restart: RestartPolicy = field(default_factory=RestartPolicy)

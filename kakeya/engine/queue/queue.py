@@ -6,7 +6,7 @@ deadline passes; one that was parked before its first token ends as soon as it c
 deadline.
 
 Places go in the order of `policy`. Each question looks through all that wait: the gate in front of
-an engine admits 128 generations, 384 at most when many clients and users share it.
+an engine admits 256 generations, 768 at most when many clients and users share it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,13 @@ from kakeya.memory.arbiter.drain_gate import DrainGate
 from kakeya.memory.arbiter.ledger import Ledger
 from kakeya.memory.arbiter.plan import ArbiterOutcome, Ask, Grant, Plan, Reason, Refusal, Snapshot
 from kakeya.memory.arbiter.planning import DraftOutcome, Planner
-from kakeya.memory.arbiter.policy import PressureLevel, Rules, ShrinkTenant, Tenant
+from kakeya.memory.arbiter.policy import (
+    PressureLevel,
+    Rules,
+    ShrinkTenant,
+    Tenant,
+    turn_end_mono,
+)
 from kakeya.memory.arbiter.reclaim import Reclaimer
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, Resident, ResidentKey, State
 from kakeya.memory.arbiter.tickets import Tickets
@@ -347,6 +353,8 @@ class Arbiter:
         """The next time at which a decision changes without an event; None = none."""
         due = [*self._tickets.due(now, self._rules), *self._drain_gate.due()]
         due += self._reclaimer.due()
+        if self._tickets:
+            due += [turn_end_mono(one, self._rules) for one in self._ledger.residents]
         return min((at for at in due if at > now), default=None)
 
     # Decisions.

@@ -13,6 +13,7 @@ taken before any model:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -87,6 +88,11 @@ class Rules:
     age_s: float = 5.0
     """A waiting request gains a class each time: the longest wait behind idle equals that are
     kept warm."""
+    turn_s: float = 5.0
+    """After its load a model keeps its room against requests that only age makes more urgent, so
+    that requests for it share the load."""
+    rest_s: float = 1.0
+    """Such a turn ends earlier where the model is not used for so long."""
     drain_limit_s: float = 10.0
     """The longest wait of a request for residents in use to drain; then it is refused."""
     return_s: float = 5.0
@@ -191,6 +197,14 @@ def yields_to(resident: Resident, rank: int, now: float) -> bool:
     own = resident_rank(resident, now)
     is_cold = not resident.leases and now - resident.idle_since_mono >= resident.warmth.stay_warm_s
     return own > rank or (own == rank and is_cold)
+
+
+def turn_end_mono(resident: Resident, rules: Rules) -> float:
+    """The end of a resident's turn."""
+    if resident.loaded_mono is None:
+        return -math.inf
+    end_mono = resident.loaded_mono + rules.turn_s
+    return end_mono if resident.leases else min(end_mono, resident.last_used_mono + rules.rest_s)
 
 
 def may_displace(role: Role, resident: Resident, *, may_displace_text: bool) -> bool:

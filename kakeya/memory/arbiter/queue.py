@@ -26,6 +26,7 @@ from kakeya.memory.arbiter.policy import (
     may_displace,
     shrinkable_bytes,
     ticket_rank,
+    turn_end_mono,
     yields_to,
 )
 from kakeya.memory.arbiter.resident import LeaseId, Resident, ResidentKey, State
@@ -88,6 +89,11 @@ class LoadTicket:
     def rank(self, now: float, rules: Rules) -> int:
         """Urgency, age included; the lowest rank is the most urgent."""
         return ticket_rank(self.ask.priority, now - self.place_mono, rules)
+
+    def rank_over(self, one: Resident, now: float, rules: Rules) -> int:
+        """Its rank for the room of a resident: its age counts when the resident's turn is over."""
+        is_held = now < turn_end_mono(one, rules) and self.place_mono > -_EVER_S
+        return self.ask.priority.rank if is_held else self.rank(now, rules)
 
 
 @dataclass(slots=True)
@@ -284,14 +290,13 @@ def _consider_load(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) ->
         return swap
     need = ask.estimate_bytes - (ledger.free_bytes - ahead.held_bytes)
     need -= sum(resident.bytes for resident in swap)
-    rank = ticket.rank(view.now, view.rules)
     candidates = [
         one
         for one in ledger.residents
         if ahead.may_go(one)
         and one not in swap
         and may_displace(ask.role, one, may_displace_text=ask.may_displace_text)
-        and yields_to(one, rank, view.now)
+        and yields_to(one, ticket.rank_over(one, view.now, view.rules), view.now)
         and not (ask.role.is_room and one.leases)
     ]
     taken = fit(need, candidates, ledger.tenants, lambda one: fit_key(one, view.now))

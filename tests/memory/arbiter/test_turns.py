@@ -7,15 +7,17 @@ are never cut off, and nobody waits for much longer than the uses take that are 
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, islice
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.swap import collation_loads
 from kakeya.core import errors
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, State, Warmth
 from tests.memory.worlds import World, ask, key
@@ -205,3 +207,70 @@ def test_one_use_that_takes_hours_keeps_others_from_the_same_model_for_some_time
     assert not one.waits_s
     for client in others:
         assert client.waits_s[-4:] == pytest.approx([120, 240, 480, 960], abs=20)
+
+
+def turn_of_b() -> tuple[World, LeaseId, LeaseId]:
+    """B was just loaded, with its lease; a request for A, older than an ageing step, waits."""
+    world = World.of(100)
+    use = world.lease(ask("text:a", "text-target", 60, warmth=WARM))
+    other = world.ask(ask("text:b", "text-target", 60, warmth=WARM))
+    world.wait(6)
+    waiting = world.ask(ask("text:a", "text-target", 60, warmth=WARM))
+    world.wait(6)
+    world.release(use)
+    assert other in world.grants
+    return world, other, waiting
+
+
+def test_requests_share_a_load_while_its_turn_lasts_and_no_longer() -> None:
+    world, use, waiting = turn_of_b()
+    for _ in range(4):
+        again = world.lease(ask("text:b", "text-target", 60, warmth=WARM))
+        world.release(use)
+        use = again
+        world.wait(1.2)
+        assert waiting not in world.grants
+    world.wait(0.3)
+    late = world.ask(ask("text:b", "text-target", 60, warmth=WARM))
+    assert late not in world.grants
+    world.release(use)
+    assert waiting in world.grants
+
+
+def test_a_turn_ends_early_when_nobody_uses_the_model_or_a_more_urgent_request_wants_its_room() -> (
+    None
+):
+    world, use, waiting = turn_of_b()
+    world.release(use)
+    world.wait(0.9)
+    assert waiting not in world.grants
+    world.wait(0.2)
+    assert waiting in world.grants
+
+    world, use, waiting = turn_of_b()
+    urgent = ask("text:a", "text-target", 60, priority=RequestPriority.URGENT)
+    wants = world.ask(urgent)
+    world.release(use)
+    assert {wants, waiting} <= world.grants.keys()
+
+
+@pytest.mark.parametrize("clients", [4, 24])
+def test_models_for_one_place_are_loaded_as_seldom_as_by_plain_collation(clients: int) -> None:
+    """Requests in random order, each served as soon as its model is there."""
+    rng = random.Random(clients)
+    orders = [f"text:{rng.choice('abc')}" for _ in range(120)]
+    world, coming = World.of(100), iter(orders)
+    waiting = [
+        world.ask(ask(one, "text-target", 60, warmth=WARM)) for one in islice(coming, clients)
+    ]
+    while waiting:
+        served = next((lease for lease in waiting if lease in world.grants), None)
+        world.wait(0.5 if served is None else 0.01)
+        if served is not None:
+            waiting.remove(served)
+            world.release(served)
+            waiting += [
+                world.ask(ask(one, "text-target", 60, warmth=WARM)) for one in islice(coming, 1)
+            ]
+    loads = sum(plan.load is not None for plan in world.plans)
+    assert loads <= collation_loads(orders, clients)
