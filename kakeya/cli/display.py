@@ -84,6 +84,14 @@ def _write_status(status: Json, console: Console) -> None:
         console.print(f"[yellow]warning[/yellow]  {escape(str(warning))}", highlight=False)
     console.print(_models(_objects(status, "models")))
     _show_requests(_objects(status, "requests"), console)
+    for backend in _objects(status, "backends"):
+        place = backend.get("url") or backend.get("program") or ""
+        console.print(
+            f"{backend.get('kind')} {backend.get('name')}  {place}  {backend.get('requests')} "
+            f"requests; {backend.get('problem') or 'ready'}",
+            highlight=False,
+            markup=False,
+        )
     nodes = _objects(fleet, "nodes")
     is_wide = console.width >= _WIDE or not console.is_terminal
     console.print(_nodes(nodes) if is_wide else _short_nodes(nodes))

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from kakeya.adapters.config import AdapterConfig
+from kakeya.backends.registry import Backends, backend_kinds
+from kakeya.config.backends import differing, listed, reaches, read_backends
 from kakeya.config.reader import (
     CONFIG_FLAG,
     CONFIG_VARIABLE,
@@ -51,8 +53,6 @@ from kakeya.sessions.config import SessionConfig
 from kakeya.text.template import check_template
 from kakeya.wire.server.config import ListenConfig
 
-_TABLES = ("models", "tasks", "profiles")
-"""Sections whose tables have names: [tasks.NAME]."""
 _OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID", "KAKEYA_API_KEY"}
 )
@@ -114,6 +114,7 @@ class NodeConfig:
     config_file: Path | None = None
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
     profiles: Mapping[str, ProfileSpec] = field(default_factory=dict)
+    backends: Backends = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     sources: Sources | None = field(default=None, repr=False)
     """What it was read from; None = it was not read."""
@@ -132,7 +133,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> NodeConfig:
     sources = Sources(
         flags=flags,
         environ=environ,
-        file=read_file(SETTINGS.values(), path, _TABLES) if path else {},
+        file=read_file(SETTINGS.values(), path, _tables()) if path else {},
         file_name=name,
         usual={"node.data_dir": home},
     )
@@ -143,7 +144,8 @@ def _read(sources: Sources, path: Path | None) -> NodeConfig:
     config = read_part(NodeConfig, "node", sources)
     _check(config)
     models = _models(config, sources)
-    tasks = _tasks(sources, models)
+    backends = read_backends(sources, [one.model_id for one in models])
+    tasks = _tasks(sources, models, backends)
     return replace(
         config,
         precache=replace(
@@ -154,7 +156,8 @@ def _read(sources: Sources, path: Path | None) -> NodeConfig:
         models=models,
         config_file=path,
         tasks=tasks,
-        profiles=_profiles(sources, models, tasks),
+        profiles=_profiles(sources, models, tasks, backends),
+        backends=backends,
         warnings=_warnings(config, sources.environ),
         sources=sources,
     )
@@ -165,11 +168,13 @@ def read_again(config: NodeConfig) -> LiveSettings:
     path, before = config.config_file, config.sources
     if path is None or before is None:
         raise ConfigError("the node was started without --config FILE.toml: no file has its tasks")
-    sources = replace(before, file=read_file(SETTINGS.values(), path, _TABLES))
-    tasks = _tasks(sources, config.models)
-    profiles = _profiles(sources, config.models, tasks)
-    said = manifests_of(_read(sources, path).models)
+    sources = replace(before, file=read_file(SETTINGS.values(), path, _tables()))
+    tasks = _tasks(sources, config.models, config.backends)
+    profiles = _profiles(sources, config.models, tasks, config.backends)
+    whole = _read(sources, path)
+    said = manifests_of(whole.models)
     stale = [one.key for one in SETTINGS.values() if before.value(one) != sources.value(one)]
+    stale += differing(config.backends, whole.backends)
     started = manifests_of(config.models)
     for name in dict.fromkeys((*started, *said)):
         stale += _stale(name, started.get(name, NO_MANIFEST), said.get(name, NO_MANIFEST))
@@ -220,18 +225,35 @@ def _models(config: NodeConfig, sources: Sources) -> tuple[ModelSpec, ...]:
     return models
 
 
-def _tasks(sources: Sources, models: Sequence[ModelSpec]) -> Mapping[str, TaskSpec]:
+def _tables() -> tuple[str, ...]:
+    """Sections whose tables have names, as [tasks.NAME]."""
+    return ("models", "tasks", "profiles", *backend_kinds())
+
+
+def _tasks(
+    sources: Sources, models: Sequence[ModelSpec], backends: Backends
+) -> Mapping[str, TaskSpec]:
     tasks = read_tables(TaskSpec, "tasks", sources)
     served = [one.model_id for one in models if one.role is ModelRole.VERIFIER]
-    return check_tasks(tasks, served, sources.file_name)
+    return check_tasks(
+        tasks,
+        [*served, *listed(backends)],
+        sources.file_name,
+        reaches=reaches(backends),
+        clouds=backends.get("clouds", ()),
+    )
 
 
 def _profiles(
-    sources: Sources, models: Sequence[ModelSpec], tasks: Mapping[str, TaskSpec]
+    sources: Sources,
+    models: Sequence[ModelSpec],
+    tasks: Mapping[str, TaskSpec],
+    backends: Backends,
 ) -> Mapping[str, ProfileSpec]:
     served = [one.model_id for one in models if one.role is ModelRole.VERIFIER]
     profiles = read_tables(ProfileSpec, "profiles", sources)
-    return check_profiles(profiles, [*served, *tasks], sources.file_name)
+    reached = filter(reaches(backends), (one.model for one in profiles.values()))
+    return check_profiles(profiles, [*served, *tasks, *reached], sources.file_name)
 
 
 def _check(config: NodeConfig) -> None:

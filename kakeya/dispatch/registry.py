@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from kakeya.core.errors import ConfigError, InvalidArgument, StoreFailed
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
 from kakeya.dispatch.profiles import NO_PROFILE, ClientProfile, ProfileSpec
-from kakeya.dispatch.tasks import TaskChoice, TaskSpec, choose, observe
+from kakeya.dispatch.tasks import TaskCandidate, TaskChoice, TaskSpec, choose, observe
 from kakeya.generation.manifest import Manifest
-from kakeya.generation.model import LoadableModel
 
 _log = logging.getLogger(__name__)
 _GUARD = "allowCloudFallback"
@@ -70,16 +69,13 @@ class TaskRegistry:
             kept = await asyncio.to_thread(_kept, self._file)
             self.allows_cloud = self.allows_cloud if kept is None else kept
 
-    def choose(self, name: str, models: Iterable[LoadableModel]) -> TaskChoice | None:
-        """Choose the model of a task, of those that are served; None = there is no such task."""
+    def choose(self, name: str, find: Callable[[str], TaskCandidate | None]) -> TaskChoice | None:
+        """Choose the model of a task, each of which `find` finds; None = there is no such task."""
         spec = self.tasks.get(name)
         if spec is None:
             return None
-        by_id = {model.model_id: model for model in models}
         candidates = [
-            observe(one, at, by_id.get(one))
-            for at, step in enumerate(spec.candidates)
-            for one in step
+            observe(one, at, find(one)) for at, step in enumerate(spec.candidates) for one in step
         ]
         return choose(name, spec, candidates, allows_cloud=self.allows_cloud)
 

@@ -7,23 +7,24 @@ The choice among them is pure: models that are loaded come first, then the earli
 measured speed, then the order of the file; a model that cannot be loaded comes last. With
 `pin_primary` it is always the first one.
 
-A candidate that begins with `cloud:` or `claude:` is another service's model. Where clouds may not
-stand in for local models, such candidates are left out but for the first of all, which its owner
-chose. So no ladder is ever empty.
+A candidate that begins with `cloud:` or `claude:` is another service's model, which is never loaded
+here. Where clouds may not stand in for local models, such candidates are left out but for the first
+of all, which its owner chose. So no ladder is ever empty. A request that names a model itself is a
+ladder of one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.figures import Json
 from kakeya.core.settings import Illegal, nearest, number, one_of, setting, switch, text
 from kakeya.generation.caller import PRIORITIES
-from kakeya.generation.facts import ModelState
-from kakeya.generation.model import LoadableModel
+from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.request import GenerationPriority
 
 MOST_S = 86_400.0
@@ -135,14 +136,28 @@ class TaskChoice:
         }
 
 
-def observe(name: str, step: int, model: LoadableModel | None) -> LadderModel:
-    """A candidate as its model is at this moment; None = it is not of this node."""
+class TaskCandidate(Protocol):
+    """What a choice looks at of a model, be it of this node or of a backend."""
+
+    @property
+    def state(self) -> ModelState:
+        """State of the model."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """As of a `LoadableModel`."""
+        ...
+
+
+def observe(name: str, step: int, model: TaskCandidate | None) -> LadderModel:
+    """A candidate as its model is at this moment; None = there is none."""
     if model is None:
         return LadderModel(model_id=name, step=step)
     return LadderModel(
         model_id=name,
         step=step,
-        is_loaded=model.state is ModelState.READY,
+        is_loaded=model.state is ModelState.READY and not name.startswith(_CLOUDS),
         has_failed=model.state in (ModelState.FAILED, ModelState.STOPPED),
         tokens_per_second=0.0 if model.facts is None else model.facts.tokens_per_second,
     )
@@ -176,15 +191,21 @@ def _reason(ranked: Sequence[LadderModel], primary: LadderModel) -> str:
     if best.step == primary.step and _rank(best)[:2] == _rank(primary)[:2]:
         return f"as good as {primary.model_id}, and faster"
     if primary.has_failed:
-        return f"{primary.model_id} cannot be loaded now"
+        return f"{primary.model_id} cannot be {'reached' if primary.is_cloud else 'loaded'} now"
     return f"it is loaded, and {primary.model_id} is not"
 
 
 def check_tasks(
-    tasks: Mapping[str, TaskSpec], served: Collection[str], origin: str
+    tasks: Mapping[str, TaskSpec],
+    served: Collection[str],
+    origin: str,
+    *,
+    reaches: Callable[[str], bool] = lambda _: False,
+    clouds: Collection[str] = (),
 ) -> Mapping[str, TaskSpec]:
-    """The tasks of a node that writes text with the `served` models. Raises ConfigError, which
-    begins with the `origin`."""
+    """The tasks of a node that writes text with the `served` models, and with those that it
+    `reaches` by backends, its `clouds` among them. Raises ConfigError, which begins with the
+    `origin`."""
     for name, spec in tasks.items():
         where = f"{origin}: [tasks.{name}]"
         if not _NAME.match(name):
@@ -194,13 +215,21 @@ def check_tasks(
         if not spec.candidates:
             raise ConfigError(f"{where} has no candidates; give at least one model")
         for candidate in spec.names:
-            _check_candidate(candidate, served, where)
+            if not reaches(candidate):
+                _check_candidate(candidate, served, clouds, where)
     return tasks
 
 
-def _check_candidate(candidate: str, served: Collection[str], where: str) -> None:
+def _check_candidate(
+    candidate: str, served: Collection[str], clouds: Collection[str], where: str
+) -> None:
     if candidate in served:
         return
+    if candidate.startswith(_CLOUDS) and clouds:
+        raise ConfigError(
+            f"{where}: {candidate} is of no cloud here, or of none that may be asked for "
+            f"it; write cloud:NAME/MODEL, with NAME one of {', '.join(clouds)}"
+        )
     if candidate.startswith(_CLOUDS):
         raise ConfigError(
             f"{where}: {candidate} cannot be served, as this node reaches no cloud; leave it out"

@@ -86,6 +86,11 @@ class Answer:
         return "".join(part.text for part in self._parts if isinstance(part, Thought))
 
     @property
+    def has_parts(self) -> bool:
+        """Whether there are any parts yet."""
+        return bool(self._parts)
+
+    @property
     def parts(self) -> Sequence[Part]:
         """The parts so far, in their order; neighbours of one kind of text are one."""
         whole: list[Part] = []

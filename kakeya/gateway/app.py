@@ -44,6 +44,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 import kakeya
+from kakeya.backends.relay.relays import RelayedModel, Relays
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
 from kakeya.dispatch.capabilities import Capabilities
@@ -113,6 +114,7 @@ def build_app(
     store_bytes: int = 0,
     clients: Clients | None = None,
     tasks: TaskRegistry | None = None,
+    relays: Relays | None = None,
     capabilities: Capabilities | None = None,
 ) -> Starlette:
     """Build the application.
@@ -125,8 +127,10 @@ def build_app(
     `texts` are shared with other parts of the node; None = the application makes its own.
     So is the registry of `clients`.
     `store_bytes` are for responses that later requests can go on from; 0 = none is kept. `tasks`
-    are names that stand for one of several models; None = there are none. `jobs` get the kinds of
-    work that go on in the background, and are started later; `capabilities` None = there are none.
+    are names that stand for one of several models; None = there are none. `relays` are backends
+    that answer whole requests in the place of an engine; None = there are none. `jobs` get the
+    kinds of work that go on in the background, and are started later; `capabilities` None = there
+    are none.
     """
     metrics = HttpMetrics(
         figures,
@@ -135,6 +139,7 @@ def build_app(
     )
     texts = texts or Texts(clock.wall)
     tasks = tasks or TaskRegistry()
+    relays = relays or Relays({}, clock)
     generations = Generations(
         directory,
         router,
@@ -146,6 +151,7 @@ def build_app(
         precache=precache,
         clients=clients or Clients(clock.mono),
         tasks=tasks,
+        relays=relays,
     )
     gateway = Gateway(
         directory,
@@ -166,7 +172,7 @@ def build_app(
             "/api/v1/requests/{request_id}",
             ExplainRoute(generations.recent, generations.clients, texts).answer,
         ),
-        *ConfigRoute(tasks, limits).routes(),
+        *ConfigRoute(tasks, relays, limits).routes(),
         *job_routes(jobs, capabilities, generations),
         *gateway.routes(),
     ]
@@ -264,7 +270,12 @@ class Gateway:
             base = bodies.get(one.parent, {})
             own = {"id": one.model_id, "display_name": one.model_id, "parent": one.parent}
             models.append(base | own)
-        for name, task in self._generations.tasks.tasks.items():
+        tasks = self._generations.tasks.tasks
+        named = [name for task in tasks.values() for name in task.names if name not in bodies]
+        relayed = self._relayed_bodies(named)
+        models += relayed.values()
+        bodies |= relayed
+        for name, task in tasks.items():
             models.append(task_body(name, task, bodies))
         models += map(self._embedder_body, self._directory.embedders())
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
@@ -286,7 +297,10 @@ class Gateway:
                 for one in self._directory.verifiers()
                 if one.model_id in choice.spec.names
             }
+            bodies |= self._relayed_bodies(choice.spec.names)
             return _json(task_body(model_id, choice.spec, bodies))
+        if isinstance(found, RelayedModel):
+            return _json(self._relayed_body(found))
         adapted = self._directory.adapted(client) if ":" in found.model_id else ()
         parents = [{"parent": one.parent} for one in adapted if one.model_id == found.model_id]
         return _json(await self._model_body(found) | (parents[0] if parents else {}))
@@ -361,7 +375,19 @@ class Gateway:
             "dimensions": model.facts and model.facts.vector_size,
         }
 
-    def _common_body(self, model: LoadableModel) -> dict[str, object]:
+    def _relayed_bodies(self, named: Sequence[str]) -> dict[str, dict[str, object]]:
+        """Those of the backends' models, the `named` ones among them, by name."""
+        models = self._generations.relays.models(named)
+        return {one.model_id: self._relayed_body(one) for one in models}
+
+    def _relayed_body(self, model: RelayedModel) -> dict[str, object]:
+        return self._common_body(model) | {
+            "role": "relay",
+            "kind": model.relay.kind,
+            "modalities": {"input": ["text"], "output": ["text"]},
+        }
+
+    def _common_body(self, model: LoadableModel | RelayedModel) -> dict[str, object]:
         facts = model.facts
         context = facts and (facts.longest_tokens or facts.context_tokens)
         return {
@@ -379,7 +405,9 @@ class Gateway:
             "max_model_len": context,
             "max_context_length": context,
             "state": model.state.value,
-            "backend": model.manifest.backend or MLX,
+            "backend": model.relay.name
+            if isinstance(model, RelayedModel)
+            else model.manifest.backend or MLX,
             "quantization": facts and (facts.quantization or facts.dtype),
         }
 

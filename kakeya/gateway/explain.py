@@ -54,7 +54,7 @@ class ExplainRoute:
                 f"no request {request_id[:80]!r} of this client has ended here lately; its id is "
                 "the header x-request-id of its answer"
             )
-        nearest = self._recent.nearest(record)
+        nearest = None if record.relay else self._recent.nearest(record)
         body = explained(record, nearest)
         parted = body["parted_at_token"]
         if isinstance(parted, int):
@@ -89,7 +89,8 @@ def explained(
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "computed_tokens": record.prompt_tokens - record.cached_tokens,
-        "completion_tokens": len(record.answer) // TOKEN_BYTES,
+        "completion_tokens": record.completion_tokens,
+        "backend": record.relay or None,
         "parted_at_token": parted,
         "reason": reason,
         "compared_with": other
@@ -116,6 +117,8 @@ def _reason(
 ) -> tuple[int | None, str]:
     """The first token that was not cached, None = all were but the last; and why it was not."""
     cached, prompt = record.cached_tokens, record.prompt_tokens
+    if record.relay:
+        return None, f"the backend {record.relay} answered; what it keeps of prompts is its own"
     if cached >= prompt - 1:
         return None, "all of it was cached but the last token, which is always computed"
     if nearest is None:

@@ -16,20 +16,20 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import sha256
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from kakeya.backends.relay.relays import RelayedModel, Relays
 from kakeya.backends.request import (
     ChatRequest,
-    CompletionRequest,
     ModelNotFound,
     Request,
 )
 from kakeya.core.clock import Clock
-from kakeya.core.errors import KakeyaError, NotFound
+from kakeya.core.errors import KakeyaError, NotFound, Unsupported
 from kakeya.core.ids import draw_id
 from kakeya.core.settings import nearest
 from kakeya.dispatch.clients import Clients
@@ -50,14 +50,14 @@ from kakeya.gateway.prompts import (
     prompts_of,
     room_of,
     sampling_of,
-    turn_of,
     under_manifest,
     write_prompt,
 )
 from kakeya.gateway.recent import RecentRequests, RequestRecord
+from kakeya.gateway.relayed import RelayedGenerations, RelayedJob
 from kakeya.gateway.reply import AnswerHead, Reply
 from kakeya.gateway.session_hint import cache_use
-from kakeya.generation.cuts import marked
+from kakeya.gateway.turn import HttpGeneration, next_tokens
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.frames import Tokens
@@ -67,29 +67,14 @@ from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.names.keys import resolve_key
 from kakeya.prefix.seam import Precache, PrefixClaim
-from kakeya.text.bound import TooManyTokens
 from kakeya.text.changing_lines import move_changing_lines
-from kakeya.text.prefix import encode_ahead
-from kakeya.text.prompt import check_prompt, most_prompt_tokens
+from kakeya.text.prompt import check_prompt
 from kakeya.text.text import TextModel, Texts
 from kakeya.text.tools.answer import Part
 from kakeya.wire.security import CLIENT_NAME
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpGeneration:
-    """One answer to a request, ready to be generated."""
-
-    model: ServedModel
-    counted_as: str  # the base of an adapter: metrics have no label for each adapter
-    request: DecodeRequest
-    answer: GeneratedAnswer
-    began_mono: float
-    asked: Request
-    prompt: str | tuple[int, ...]  # as its caller wrote it; "" for a conversation
-    claim: PrefixClaim
-    record: RequestRecord | None  # of the first answer to a request
-    token_ids: list[int] = field(default_factory=list)
+GenerationJob = HttpGeneration | RelayedJob
+"""One answer to a request, ready to be generated."""
 
 
 class Generations:
@@ -108,6 +93,7 @@ class Generations:
         precache: Precache,
         clients: Clients,
         tasks: TaskRegistry,
+        relays: Relays,
     ) -> None:
         self._directory = directory
         self._router = router
@@ -119,8 +105,10 @@ class Generations:
         self._precache = precache
         self._crowd = FairBound(limits.generations)
         self.recent = RecentRequests()
+        self._relayed = RelayedGenerations(metrics, self.recent, clock, rng)
         self.clients = clients
         self.tasks = tasks
+        self.relays = relays
         self.limits = limits
 
     def connection(
@@ -141,8 +129,16 @@ class Generations:
         )
 
     def find(self, model_id: str, client: str = "") -> ServedModel:
-        """Find the model of a name for a client. Raises as `choose`."""
-        return self.choose(model_id, client)[0]
+        """Find the model of a name for a client. Raises as `choose`, and Unsupported for a model
+        of a backend, as its tokens are not known here."""
+        found = self.choose(model_id, client)[0]
+        if isinstance(found, RelayedModel):
+            raise Unsupported(
+                f"{found.model_id} is answered by the backend {found.relay.name}, and its tokens "
+                "are not known here; name a model of this node",
+                param="model",
+            )
+        return found
 
     def for_client(
         self, asked: Request, client: str, scope: Scope
@@ -151,21 +147,27 @@ class Generations:
         the profile."""
         profile = self.tasks.profile_of(client, Headers(scope=scope).get("user-agent", ""))
         name, other = asked.params.model, profile.spec.model
-        if not other or name in self._names() or self._is_served(name.rpartition(":")[0]):
+        is_known = name in self._names() or self.relays.find(name) is not None
+        if not other or is_known or self._is_served(name.rpartition(":")[0]):
             return asked, profile
         note_defaults(scope, {"model": other}, f"profiles.{profile.name}")
         return replace(asked, params=replace(asked.params, model=other)), profile
 
-    def choose(self, name: str, client: str = "") -> tuple[ServedModel, TaskChoice | None]:
-        """Find a served model for a client, by its own name or that of a task, which then chooses.
+    def choose(
+        self, name: str, client: str = ""
+    ) -> tuple[ServedModel | RelayedModel, TaskChoice | None]:
+        """Find a model for a client, by its own name or that of a task, which then chooses.
 
         Raises ModelNotFound with the names that are served, and Denied for an adapter of another
         client.
         """
-        choice = self.tasks.choose(name, self._directory.verifiers())
+        own = {model.model_id: model for model in self._directory.verifiers()}
+        choice = self.tasks.choose(name, lambda one: own.get(one) or self.relays.find(one))
         return self._served(name if choice is None else choice.model_id, client), choice
 
-    def _served(self, model_id: str, client: str) -> ServedModel:
+    def _served(self, model_id: str, client: str) -> ServedModel | RelayedModel:
+        if relayed := self.relays.find(model_id):
+            return relayed
         try:
             if model_id:  # the directory takes "" for its default
                 return self._directory.get(model_id, client)
@@ -180,7 +182,8 @@ class Generations:
         )
 
     def _names(self) -> list[str]:
-        return [*(model.model_id for model in self._directory.verifiers()), *self.tasks.tasks]
+        names = [model.model_id for model in self._directory.verifiers()]
+        return [*names, *(model.model_id for model in self.relays.models()), *self.tasks.tasks]
 
     def _is_served(self, base: str) -> bool:
         return any(model.model_id == base for model in self._directory.verifiers())
@@ -228,11 +231,19 @@ class Generations:
         return replace(asked, chat=replace(chat, plain_tools=is_plain))
 
     async def prepare(
-        self, reply: Reply, asked: Request, model: ServedModel, scope: Scope, wait: WaitTeller
-    ) -> Sequence[HttpGeneration]:
+        self,
+        reply: Reply,
+        asked: Request,
+        model: ServedModel | RelayedModel,
+        scope: Scope,
+        wait: WaitTeller,
+    ) -> Sequence[GenerationJob]:
         """Wait for the model, write the prompts in ids, check what only the model can tell, and
         set the head of the reply. Returns a generation for each answer to `asked`, the reply's
         request once it is settled."""
+        if isinstance(model, RelayedModel):
+            owner = share_of(client_of(scope), scope)
+            return self._relayed.prepare(reply, asked, model, scope, owner)
         began_mono = self._clock.mono()
         manifest = model.manifest
         asked, used = under_manifest(asked, manifest)
@@ -372,8 +383,12 @@ class Generations:
             row=row,
         )
 
-    async def run(self, job: HttpGeneration) -> AsyncGenerator[tuple[Answer, Part], None]:
-        """Decode; yields each part of the answer as it settles. The caller closes this iterator."""
+    def run(self, job: GenerationJob) -> AsyncGenerator[tuple[Answer, Part], None]:
+        """Generate; yields each part of the answer as it settles. The caller closes this
+        iterator."""
+        return self._relayed.run(job) if isinstance(job, RelayedJob) else self._decode(job)
+
+    async def _decode(self, job: HttpGeneration) -> AsyncGenerator[tuple[Answer, Part], None]:
         model_id, answer = job.counted_as, job.answer
         self._metrics.generation_began(model_id, len(job.request.token_ids))
         try:
@@ -408,12 +423,12 @@ class Generations:
         self.recent.add(record, job.request.token_ids, job.token_ids)
 
     async def run_all(
-        self, jobs: Sequence[HttpGeneration]
+        self, jobs: Sequence[GenerationJob]
     ) -> AsyncGenerator[tuple[Answer, Part], None]:
-        """Decode several answers at once; yields as `run`. The first failure ends all."""
+        """Generate several answers at once; yields as `run`. The first failure ends all."""
         found: asyncio.Queue[tuple[Answer, Part] | Exception | None] = asyncio.Queue()
 
-        async def feed(job: HttpGeneration) -> None:
+        async def feed(job: GenerationJob) -> None:
             end: Exception | None = None
             try:
                 async with aclosing(self.run(job)) as parts:
@@ -442,34 +457,7 @@ class Generations:
     def _turn_ended(self, job: HttpGeneration) -> None:
         """Have what the next request begins with warm, if this one says what it continues."""
         if not job.claim.use.is_empty:
-            self._precache.turn_ended(job.claim, functools.partial(self._next_tokens, job))
-
-    async def _next_tokens(self, job: HttpGeneration) -> Sequence[int]:
-        """The tokens that the next turn of a conversation begins with; without a conversation the
-        prompt, since it may be repeated.
-
-        The tokens are marked with their cuts; () where the context has no room for another turn.
-        Raises as rendering does.
-        """
-        if not job.claim.use.keys.conversation_id:
-            return marked(job.request.token_ids, job.request.cuts)
-        at_most = most_prompt_tokens(job.claim.facts)
-        text = await self._texts.get(job.claim.facts.model_path, job.model.manifest.template)
-        try:
-            token_ids = await self._continued(job, text, at_most)
-        except TooManyTokens:
-            return ()
-        return token_ids if len(token_ids) <= at_most else ()
-
-    async def _continued(self, job: HttpGeneration, text: TextModel, at_most: int) -> Sequence[int]:
-        match job.asked:
-            case ChatRequest() as asked:
-                turn = asked.chat.followed_by(turn_of(job.answer))
-                return await encode_ahead(text, turn, at_most=at_most)
-            case CompletionRequest() if isinstance(job.prompt, str):
-                return await text.encode(job.prompt + job.answer.text, at_most=at_most)
-            case CompletionRequest():
-                return marked((*job.request.token_ids, *job.token_ids), job.request.cuts)
+            self._precache.turn_ended(job.claim, functools.partial(next_tokens, job, self._texts))
 
 
 def client_of(scope: Scope) -> str:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from kakeya.backends.relay.relays import Relays
 from kakeya.core.errors import InvalidArgument
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.gateway.http.body import flag
@@ -42,8 +43,9 @@ class _Change:
 class ConfigRoute:
     """The endpoints."""
 
-    def __init__(self, tasks: TaskRegistry, limits: HttpLimits) -> None:
+    def __init__(self, tasks: TaskRegistry, relays: Relays, limits: HttpLimits) -> None:
         self._tasks = tasks
+        self._relays = relays
         self._limits = limits
 
     def routes(self) -> list[Route]:
@@ -51,8 +53,9 @@ class ConfigRoute:
         return [Route(PATH, self.show), BodyRoute(PATH, self.change, FIELDS, method="PUT")]
 
     async def show(self, request: Request) -> Response:
-        """GET: the guard, and what a reload changes."""
-        return JSONResponse(self._tasks.describe())
+        """GET: the guard, what a reload changes, and the backends by their kind, without
+        secrets."""
+        return JSONResponse(self._relays.describe() | self._tasks.describe())
 
     async def change(self, request: Request) -> Response:
         """PUT: change what the body names; the answer is that of GET. Raises InvalidArgument

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kakeya.backends.relay.backend import Finished
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.clients import ID_CHARS
 from kakeya.dispatch.tasks import TaskChoice
@@ -27,9 +28,10 @@ class RequestRecord:
     """One generation. Times are seconds since the request began; None = it did not come so far.
 
     `owner` is its client, or the machine of a nameless one. `conversation` is the key of its KV, ""
-    = none. `task` chose the model, None = the request names it. `defaults` are what it
-    did not say, and the tables of the file that do. `prefill_s` is the engine's
-    account, None where a stop string ended the answer.
+    = none. `task` chose the model, None = the request names it. `defaults` are what it did not say,
+    and the tables of the file that do. `prefill_s` is the engine's account, None where a stop
+    string ended the answer. `relay` names the backend that answered, "" = an engine did; `told` is
+    that backend's account, as ids are known of engines alone.
     """
 
     request_id: str
@@ -50,11 +52,18 @@ class RequestRecord:
     answer: bytes = b""
     cached_tokens: int = 0
     finish_reason: str = ""
+    relay: str = ""
+    told: Finished | None = None
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.prompt) // TOKEN_BYTES
+        return self.told.prompt_tokens if self.told else len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer."""
+        return self.told.completion_tokens if self.told else len(self.answer) // TOKEN_BYTES
 
     @property
     def history(self) -> bytes:

@@ -13,7 +13,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.dispatch.clients import ClientRequest, RequestLabel
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
-from kakeya.gateway.generation import Generations, HttpGeneration, client_of
+from kakeya.gateway.generation import GenerationJob, Generations, client_of
 from kakeya.gateway.http.connection import Connection, read_request
 from kakeya.gateway.http.edge import send_json, stopping
 from kakeya.gateway.http.receipt import note_left_out, note_task
@@ -83,7 +83,7 @@ class GenerationRoute:
                 else:
                     await self._whole(reply, prepared, client, send, use)
 
-    def _parts(self, jobs: Sequence[HttpGeneration]) -> AsyncGenerator[tuple[Answer, Part], None]:
+    def _parts(self, jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[Answer, Part], None]:
         if len(jobs) == 1:
             return self._generations.run(jobs[0])
         return self._generations.run_all(jobs)
@@ -91,7 +91,7 @@ class GenerationRoute:
     async def _whole(
         self,
         reply: Reply,
-        prepared: Awaitable[Sequence[HttpGeneration]],
+        prepared: Awaitable[Sequence[GenerationJob]],
         client: Connection,
         send: Send,
         use: ClientRequest,
@@ -108,7 +108,7 @@ class GenerationRoute:
     async def _stream(
         self,
         reply: Reply,
-        prepared: Awaitable[Sequence[HttpGeneration]],
+        prepared: Awaitable[Sequence[GenerationJob]],
         client: Connection,
         use: ClientRequest,
     ) -> None:

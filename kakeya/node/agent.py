@@ -22,6 +22,7 @@ from typing import Self
 from kakeya.backends.awake import StayAwake
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
+from kakeya.backends.relay.relays import Relays
 from kakeya.config.config import NodeConfig, manifests_of, read_again
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
@@ -194,6 +195,7 @@ class Agent:
             file=self._folder / LIVE,
         )
         await self._ladders.restore()
+        self._relays = await stack.enter_async_context(Relays(self._config.backends, self._clock))
         self._jobs = await stack.enter_async_context(node_jobs(self._folder, self._clock))
         self._services = Services(
             self._plane,
@@ -301,6 +303,7 @@ class Agent:
             memory=self._memory,
             pages=self._pages,
             precache=self._precache,
+            relays=self._relays,
             services=self._services,
             jobs=self._jobs,
             listeners=self._listeners,
@@ -331,6 +334,7 @@ class Agent:
             store_bytes=self._config.listen.http_store_bytes,
             clients=self._services.clients,
             tasks=self._ladders,
+            relays=self._relays,
             jobs=self._jobs,
             capabilities=Capabilities(self._memory, self._jobs),
         )

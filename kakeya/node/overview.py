@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kakeya.backends.relay.relays import Relays
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import TaskHealth
@@ -34,6 +35,7 @@ class Overview:
     memory: NodeMemory
     pages: NodePages
     precache: NodePrecache
+    relays: Relays
     services: Services
     jobs: JobQueue
     listeners: Listeners
@@ -45,9 +47,10 @@ class Overview:
     def status(self) -> Json:
         """Describe the node, and the fleet in its view."""
         clients = self.services.clients
-        told = {"clients": clients.status(), "requests": clients.waiting()}
-        images = [one.status() for one in self.memory.images.by_id.values()]
-        return describe(self._view()) | told | {"jobs": self.jobs.status(), "images": images}
+        told: Json = {"clients": clients.status(), "requests": clients.waiting()}
+        told["images"] = [one.status() for one in self.memory.images.by_id.values()]
+        told |= {"jobs": self.jobs.status(), "backends": self.relays.status()}
+        return describe(self._view()) | told
 
     def warnings(self) -> list[str]:
         """List warnings about the node itself, a sentence each."""
@@ -76,6 +79,7 @@ class Overview:
             },
             precache=self.precache.status(),
             plugins=self.memory.plugins,
+            backends=self.relays.problems(),
             damaged=self.pages.adapters.manager.problems(),
             state_error=self.keeper.error,
             jobs_problem=self.jobs.problem,

@@ -75,6 +75,8 @@ class NodeView:
     prefixes: Json
     precache: Json
     plugins: Sequence[PluginReport]
+    backends: Sequence[str]
+    """Problems of backends that are no engines, a sentence each."""
     damaged: Mapping[str, str]
     """Problems of damaged adapters, by name."""
     state_error: str
@@ -140,6 +142,7 @@ def own_warnings(view: NodeView) -> list[str]:
         for report in view.plugins
         if report.error is not None
     ]
+    found += view.backends
     found += [f"the adapter {name}: {problem}" for name, problem in view.damaged.items()]
     if view.state_error:
         found.append(f"the state file cannot be written: {view.state_error}")

@@ -105,7 +105,11 @@ def test_a_choice_says_why() -> None:
     [
         ("t", ("smal",), r"f: \[tasks.t\]: smal is none .*, small, other; did you mean small\?"),
         ("t", ("small", "cloud:x"), "cloud:x cannot be served"),
-        ("t", ("small", "claude:sonnet"), "claude:sonnet cannot be served"),
+        (
+            "t",
+            ("small", "claude:sonnet"),
+            "claude:sonnet cannot be served, as this node reaches no",
+        ),
         ("t", (), "no candidates"),
         ("small", ("other",), "a model has this name too"),
         ("a:b", ("small",), "letters, digits"),

@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from kakeya.backends.relay.relays import Relays
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
 from kakeya.core.tasks import Supervisor
@@ -355,6 +356,7 @@ async def serving(
     embedders: Sequence[ToyEmbedder] = (),
     store_bytes: int = 0,
     tasks: TaskRegistry | None = None,
+    relays: Relays | None = None,
     jobs: JobQueue | None = None,
     capabilities: Capabilities | None = None,
 ) -> AsyncIterator[Served]:
@@ -374,6 +376,7 @@ async def serving(
         precache=precache,
         store_bytes=store_bytes,
         tasks=tasks,
+        relays=relays,
         jobs=jobs,
         capabilities=capabilities,
     )

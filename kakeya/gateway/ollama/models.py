@@ -15,6 +15,7 @@ from hashlib import sha256
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kakeya.backends.relay.relays import RelayedModel
 from kakeya.core.clock import Clock
 from kakeya.gateway.generation import Generations, client_of
 from kakeya.gateway.http.connection import read_request
@@ -59,11 +60,12 @@ class OllamaModels:
             for one in self._directory.adapted(client_of(request.scope))
             if one.parent in by_id
         ]
-        models += [
-            self._tag(name, by_id[task.names[0]])
-            for name, task in self._generations.tasks.tasks.items()
-            if task.names[0] in by_id
-        ]
+        relays, tasks = self._generations.relays, self._generations.tasks.tasks
+        models += [self._tag(one.model_id, one) for one in relays.models()]
+        for name, task in tasks.items():
+            first = by_id.get(task.names[0]) or relays.find(task.names[0])
+            if first is not None:
+                models.append(self._tag(name, first))
         return JSONResponse({"models": models})
 
     async def loaded(self, request: Request) -> Response:
@@ -87,11 +89,13 @@ class OllamaModels:
             request.scope, request.receive, self._generations.limits, _shown_model
         )
         embedders = (one for one in self._directory.embedders() if one.model_id == model_id)
-        model: LoadableModel | None = next(embedders, None)
+        model: LoadableModel | RelayedModel | None = next(embedders, None)
         abilities, parameters = ["embedding"], ""
         if model is None:
-            model = served = self._generations.find(model_id, client_of(request.scope))
-            abilities, parameters = await self._texts_of(served)
+            model, _ = self._generations.choose(model_id, client_of(request.scope))
+            abilities = ["completion", "tools"]
+            if not isinstance(model, RelayedModel):
+                abilities, parameters = await self._texts_of(model)
         facts = model.facts
         info = {"general.architecture": "kakeya"} | (
             {"kakeya.context_length": facts.longest_tokens or facts.context_tokens}
@@ -127,7 +131,7 @@ class OllamaModels:
     def _loadable(self) -> Iterable[LoadableModel]:
         return (*self._directory.verifiers(), *self._directory.embedders())
 
-    def _tag(self, model_id: str, model: LoadableModel) -> dict[str, object]:
+    def _tag(self, model_id: str, model: LoadableModel | RelayedModel) -> dict[str, object]:
         return {
             "name": model_id,
             "model": model_id,
@@ -142,11 +146,11 @@ def _shown_model(body: Mapping[str, object]) -> str:
     return read_model({"model": body.get("model") or body.get("name")})
 
 
-def _details(model: LoadableModel) -> Mapping[str, object]:
+def _details(model: LoadableModel | RelayedModel) -> Mapping[str, object]:
     facts = model.facts
     return {
         "parent_model": "",
-        "format": "safetensors",
+        "format": "" if isinstance(model, RelayedModel) else "safetensors",
         "family": "kakeya",
         "families": ["kakeya"],
         "parameter_size": "",
