@@ -221,19 +221,18 @@ def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def run(request: dict[str, Any], files: list[int]) -> None:
     """Be the process that was asked for, to its end."""
     _, _, module, *arguments = request["arguments"]
-    client = None
+    server = None
     if request["namespace"]:
         _enter(request["namespace"])
     if module == HAS_CHILDREN:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not os.fork():
-            here.close()
+            server.close()
             for file in files:
                 os.close(file)
             run(*serve(there))
             return
         there.close()
-        client = Client(here)
     for at, file in enumerate(files):
         os.dup2(file, at)
         os.close(file)
@@ -262,8 +261,8 @@ def run(request: dict[str, Any], files: list[int]) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    if client is not None:
-        install(client)
+    if server is not None:
+        install(Client(server))  # after the environment is there
     status: object = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
