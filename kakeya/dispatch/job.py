@@ -32,7 +32,7 @@ MOST_BYTES = 64 * MIB
 MOST_WAITING = 1024
 MOST_WAITING_OF_OWNER = 256
 PATIENCE_S = 600.0
-"""How long a job tries again when it is refused for now."""
+"""How long a job tries again when it is refused for now; behind others it waits without end."""
 MOST_CRASHES = 3
 """A job that ran at so many crashes of the node is not run again."""
 PHRASE_CHARS = 200
@@ -123,6 +123,8 @@ def check_room(job: Job, others: Collection[Job]) -> None:
 
 def may_try_again(error: KakeyaError, tried_s: float, *, may_repeat: bool) -> bool:
     """Whether a job that met an error waits for another try, after trying for `tried_s`."""
+    if isinstance(error, QueueFull):  # others are ahead of it, perhaps more jobs of its own caller
+        return True
     if isinstance(error, Refused):  # nothing has begun
         is_for_good = isinstance(error, MemoryRefused) and error.retry_after_s is None
         is_passing = error.retryable and not is_for_good

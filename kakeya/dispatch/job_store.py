@@ -110,6 +110,7 @@ class JobStore:
             db = sqlite3.connect(self._path, check_same_thread=False)
             try:
                 db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA secure_delete=ON")  # prompts that are forgotten leave the file
                 db.execute(_SCHEMA)
             except BaseException:
                 db.close()

@@ -15,9 +15,9 @@
     jobs.cancel(job.job_id, share)
 
 A job is seen by its owner alone; owner None = all are seen. After a crash its work is done again
-from its request, unless it was submitted with may_repeat=False. A refusal for lack of memory or of
-places fails no job: it waits, for `PATIENCE_S` at most. Of the jobs that may begin, that of the
-owner with the fewest running ones does.
+from its request, unless it was submitted with may_repeat=False. No refusal fails a job at once:
+for lack of places it waits, for lack of memory it waits for `PATIENCE_S` at most. Of the jobs that
+may begin, that of the owner with the fewest running ones does.
 """
 
 from __future__ import annotations

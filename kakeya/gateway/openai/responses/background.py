@@ -70,6 +70,11 @@ class _EventLog:
         grown, self.grown = self.grown, asyncio.Event()
         grown.set()
 
+    def clear(self) -> None:
+        """Begin anew."""
+        self.events.clear()
+        self.size_bytes = 0
+
 
 class _Following:
     """The form of a stream that follows a job."""
@@ -185,7 +190,7 @@ class BackgroundResponses:
         is_stream = bool(request["body"].get("stream"))
         if is_stream:
             log = self._logs[job.job_id] = log or _EventLog()
-            log.events.clear()  # of a try that the node cut off
+            log.clear()  # of a try that the node cut off
         earlier = request["earlier"]
         route = GenerationRoute(
             lambda body, share: parse_response(body, self._store, share, earlier=earlier),
