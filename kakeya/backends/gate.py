@@ -26,12 +26,13 @@ class Gate:
         *,
         max_running: int,
         max_waiting: int,
+        mono: Callable[[], float],
         on_entry: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_entry` is called for each request that gets in."""
         self._name = name
         self._max_running = max_running
-        self._crowd = FairBound(max_running + max_waiting)
+        self._crowd = FairBound(max_running + max_waiting, mono)
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._on_entry = on_entry

@@ -162,7 +162,7 @@ def build_app(
         metrics=metrics,
         created_at=int(clock.wall()),
     )
-    embeddings = Embeddings(directory, texts, metrics, limits)
+    embeddings = Embeddings(directory, texts, metrics, limits, clock)
     routes = [
         *_dialects(generations, ResponseStore(most_bytes=store_bytes, mono=clock.mono), jobs, rng),
         BodyRoute("/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING),

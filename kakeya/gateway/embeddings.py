@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kakeya.backends.request import ModelNotFound
+from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.connection import HttpLimits
@@ -36,12 +37,17 @@ class Embeddings:
     """Makes vectors with the embedders of a node."""
 
     def __init__(
-        self, directory: ModelDirectory, texts: Texts, metrics: HttpMetrics, limits: HttpLimits
+        self,
+        directory: ModelDirectory,
+        texts: Texts,
+        metrics: HttpMetrics,
+        limits: HttpLimits,
+        clock: Clock,
     ) -> None:
         self._directory = directory
         self._texts = texts
         self._metrics = metrics
-        self._crowd = FairBound(limits.generations)
+        self._crowd = FairBound(limits.generations, clock.mono)
         self.limits = limits
 
     def find(self, model_id: str) -> EmbeddingModel:

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 from kakeya.core.figures import Durations, Figure
-from kakeya.generation.fair_bound import RETRY_S
+from kakeya.generation.place_rate import LEAST_S
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ROUTES = frozenset(
@@ -114,7 +114,7 @@ class HttpMetrics:
         return {
             "x-ratelimit-limit-requests": str(self._most_running),
             "x-ratelimit-remaining-requests": str(left),
-            "x-ratelimit-reset-requests": "0s" if left else f"{RETRY_S:g}s",
+            "x-ratelimit-reset-requests": "0s" if left else f"{LEAST_S:g}s",
         }
 
     def generation_began(self, model: str, prompt_tokens: int) -> None:

@@ -103,7 +103,7 @@ class Generations:
         self.wall = clock.wall
         self._rng = rng
         self._precache = precache
-        self._crowd = FairBound(limits.generations)
+        self._crowd = FairBound(limits.generations, clock.mono)
         self.recent = RecentRequests()
         self._relayed = RelayedGenerations(metrics, self.recent, clock, rng)
         self.clients = clients

@@ -14,19 +14,19 @@ client keeps another client out by naming many users.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kakeya.core.errors import QueueFull
-
-RETRY_S = 1.0
+from kakeya.generation.place_rate import PlaceRate
 
 
 class FairBound:
-    """The requests inside, `most` at a time."""
+    """The requests inside, `most` at a time; `mono` is a monotonic clock, in seconds."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, mono: Callable[[], float]) -> None:
         self._most = most
+        self._rate = PlaceRate(mono)
         self._inside: dict[str, Counter[str]] = {}
         self._total = 0
         self._beside = 0
@@ -36,20 +36,31 @@ class FairBound:
         """Requests inside."""
         return self._total + self._beside
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a client that has its part is refused."""
+        return self._total >= self._most
+
     def has_room(self, client: str, user: str = "") -> bool:
         """Whether one more request of this user of the client may enter."""
         return self._has_room_for(client) or self._has_room_beside(client, user)
 
     @contextmanager
     def member(self, client: str, user: str, says_full: str) -> Iterator[None]:
-        """Stay inside for the `with`. Raises QueueFull with `says_full` when there is no room."""
+        """Stay inside for the `with`. Raises QueueFull with `says_full` when there is no room, and
+        with the time at which the rate of places that become free promises one."""
         is_beside = not self._has_room_for(client)
         if is_beside and not self._has_room_beside(client, user):
-            raise QueueFull(f"{says_full}: try again later", retry_after_s=RETRY_S)
+            raise QueueFull(
+                f"{says_full}: try again later", retry_after_s=self._rate.retry_after_s()
+            )
         self._count(client, user, 1, is_beside=is_beside)
+        if self.is_full:
+            self._rate.full()
         try:
             yield
         finally:
+            self._rate.freed(is_full=self.is_full)
             self._count(client, user, -1, is_beside=is_beside)
 
     def _has_room_for(self, client: str) -> bool:

@@ -54,7 +54,7 @@ class FakeModel:
             context_tokens=context_tokens,
             eos_token_ids=(),
         )
-        self.gate = Gate(f"model {model_id}", max_running=8, max_waiting=64)
+        self.gate = Gate(f"model {model_id}", max_running=8, max_waiting=64, mono=self.clock.mono)
         self.options = EngineOptions()
         self.engine = FakeEngine(decode, pid)
         self.next_engine: Callable[[], FakeEngine] | None = None

@@ -154,6 +154,7 @@ class EngineLife:
             f"model {spec.model_id}",
             max_running=options.max_running,
             max_waiting=options.max_waiting,
+            mono=clock.mono,
             on_entry=lambda: self.on_work(),
         )
         self._clock = clock

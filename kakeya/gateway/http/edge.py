@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -344,7 +345,7 @@ async def send_error(send: Send, error: errors.KakeyaError, path: str) -> None:
     is_hopeless = isinstance(error, errors.MemoryRefused) and error.retry_after_s is None
     if status in (429, 503) and not is_hopeless:
         seconds = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
-        headers["retry-after"] = str(max(1, round(seconds)))
+        headers["retry-after"] = str(max(1, math.ceil(seconds)))
         headers["retry-after-ms"] = str(max(1, round(seconds * 1000)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
