@@ -7,6 +7,7 @@ import pytest
 from kakeya.cli.explain import explanation
 from kakeya.generation.manifest import GivenTemplate, Manifest
 from tests.gateway.test_coordinator_fields import DIALECTS, HI
+from tests.gateway.test_precache import Recorded
 from tests.gateway.toy import TEMPLATE, ToyModel, make_folder, serving
 
 GIVEN = GivenTemplate(
@@ -73,7 +74,7 @@ async def test_what_a_request_says_wins_and_explain_tells_what_it_left_open(bare
     assert "  defaults top_p 0.5 (models.m)" in list(explanation(told[1]))
 
 
-async def test_counts_and_precached_prefixes_are_written_as_requests_are(bare):
+async def test_tokens_are_counted_as_requests_are_written(bare):
     model = ToyModel(bare, "m", script="hello", manifest=OFF)
     body = {"model": "m", "messages": HI, "max_tokens": 4}
     async with serving(model) as served:
@@ -81,6 +82,22 @@ async def test_counts_and_precached_prefixes_are_written_as_requests_are(bare):
         answer = await served.http.post("/v1/messages", json=body)
     assert counted.status_code == answer.status_code == 200, counted.text
     assert counted.json()["input_tokens"] == len(model.requests[0].token_ids)
+
+
+async def test_prefixes_are_warmed_as_requests_are_written(bare):
+    front = "{% if not enable_thinking | default(true) %}/no_think {% endif %}" + GIVEN.source
+    said = Manifest(template=GivenTemplate(front, ""), thinking="off")
+    model, precache = ToyModel(bare, "m", script="hello", manifest=said), Recorded()
+    prefix = {"model": "m", "messages": [{"role": "system", "content": "Be kind."}]}
+    async with serving(model, precache=precache) as served:
+        warmed = await served.http.post("/v1/precache", json=prefix)
+        chat = {"model": "m", "messages": HI, "conversation_id": "c"}
+        answer = await served.http.post("/v1/chat/completions", json=chat)
+    assert warmed.status_code == answer.status_code == 200, warmed.text
+    decode = model.tokenizer.decode
+    assert decode(precache.warmed[0][1]).startswith("/no_think [system] Be kind.")
+    next_turn = await precache.ended[0][1]()
+    assert decode(list(next_turn)).startswith("/no_think [user] hi\n[assistant] hello")
 
 
 async def test_another_table_counts_from_the_next_request_on(tmp_path):
