@@ -1,7 +1,7 @@
 """The command line beside the daemon: status, plan, generate, explain, demo, doctor, and others.
 
-Each command finds the node that runs in the data directory. Status, plan, generate, explain and
-jobs also take `--node HOST:PORT` or `--node https://HOST:PORT`, the address of a node's HTTP
+Each command finds the node that runs in the data directory. Status, plan, generate, explain, config
+and jobs also take `--node HOST:PORT` or `--node https://HOST:PORT`, the address of a node's HTTP
 interface, and send the API key in KAKEYA_API_KEY, if there is one; the others act as the owner of a
 node, on its own machine. Exit status: 0 done, 1 the node refused or does not run, 2 the command
 line is wrong.
@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from kakeya.cli import adapters as adapter_cli
 from kakeya.cli import cache as cache_cli
+from kakeya.cli import config as config_cli
 from kakeya.cli import fleet as fleet_cli
 from kakeya.cli import jobs as job_cli
 from kakeya.cli import keys as key_cli
@@ -82,6 +83,8 @@ def _run(options: argparse.Namespace) -> int:
             return _plan(node, as_json=options.json)
         case "explain":
             return _explain(node, options.request_id, as_json=options.json)
+        case "config":
+            return config_cli.run(node, options.action, as_json=options.json)
         case "jobs":
             return job_cli.run(node, options.action, options.job_id, as_json=options.json)
         case _:
@@ -105,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "plan", "show which nodes would verify and draft, and why")
     explain = _command(commands, "explain", "tell what of a request's prompt was cached, and why")
     explain.add_argument("request_id", metavar="REQUEST", help="x-request-id of its answer")
+    config = _command(commands, "config", "show the settings that are live, or read the file again")
+    config.add_argument("action", nargs="?", default="show", choices=("show", "reload"))
     jobs = _command(commands, "jobs", "list the jobs of slow work, show or cancel one")
     jobs.add_argument("action", nargs="?", default="list", choices=("list", "show", "cancel"))
     jobs.add_argument("job_id", nargs="?", default="", metavar="JOB", help="id of a job")

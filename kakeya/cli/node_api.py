@@ -46,6 +46,15 @@ class NodeApi:
         finally:
             connection.close()
 
+    def put(self, path: str, body: Mapping[str, object]) -> dict[str, object]:
+        """Put a JSON object to a path and fetch one. Raises PeerError as `get`."""
+        connection = self._connect(_ANSWER_S)
+        try:
+            answer = self._ask(connection, "PUT", path, json.dumps(body).encode())
+            return _object(self.address, self._read(answer))
+        finally:
+            connection.close()
+
     def stream(
         self,
         path: str,

@@ -8,11 +8,11 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from tests.node.nodes import VERIFIER, NodeProcess, model_state, run_daemon
+from tests.node.nodes import VERIFIER, NodeProcess, model_state, run_cli, run_daemon
 from tests.node.test_tasks_node import FOLDER, put
 from tests.waiting import eventually
 
-TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\\n{% endfor %}"
+TEMPLATE = "{% for one in messages %}[{{ one.role }}] {{ one.content }}{% endfor %}"
 TABLES = """
 [models]
 serve = ["{verifier}"]
@@ -69,6 +69,13 @@ async def test_tables_of_models_reach_memory_and_requests_and_are_read_again(tmp
         assert found["agent"]["warm_s"] <= 60 < found[VERIFIER]["warm_s"]
         assert found[VERIFIER]["estimate_bytes"] >= 400 << 20
         assert model_state(node, VERIFIER)["manifest"]["thinking"] == "off"
+        shown = await asyncio.to_thread(run_cli, "config", "--node", node.http)
+        assert shown.stdout.splitlines() == [
+            f"models.{VERIFIER}: pin True, size_mb 400, thinking off",
+            f"models.agent: template {TEMPLATE}, max_tokens 5, category vision",
+            "profiles.coder: agents coder/, model agent",
+            "clouds as fallbacks: yes",
+        ]
         answer = await asked(node)
         assert (answer.model, answer.usage.completion_tokens <= 5) == ("agent", True)
 
@@ -80,9 +87,9 @@ async def test_tables_of_models_reach_memory_and_requests_and_are_read_again(tmp
         assert not found[VERIFIER]["is_pinned"]
         assert found[VERIFIER]["warm_s"] > 4000
         await asyncio.to_thread(written, file, "pinn = true")
-        refused = await put(node, {"reload": True})
-        assert refused.status_code == 400
-        assert f"did you mean models.{VERIFIER}.pin?" in refused.json()["error"]["message"]
+        refused = await asyncio.to_thread(run_cli, "config", "reload", "--node", node.http)
+        assert refused.returncode == 1
+        assert f"did you mean models.{VERIFIER}.pin?" in refused.stderr
         assert residents(node)[VERIFIER]["warm_s"] > 4000
 
 
