@@ -25,7 +25,7 @@ from kakeya.backends.llama.find import find_server
 from kakeya.cli.child import NodeProcess
 
 CLIENTS = (1, 4)
-REPEATS = 3
+REPEATS = 2
 GOAL = 5.0
 """llama.cpp was found to be 7 to 8 times as fast on a CPU."""
 

@@ -39,7 +39,7 @@ BATCH_TOKENS = 512
 _KV_NUMBER_BYTES = 2
 _BOUND = """
 exec 3<&0 </dev/null
-{ cat <&3; kill -KILL 0; } >/dev/null 2>&1 &
+{ cat <&3; kill -s KILL -- -$$; } >/dev/null 2>&1 &
 exec 3<&-
 exec "$@"
 """

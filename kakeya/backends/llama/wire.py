@@ -178,7 +178,7 @@ class CompletionReader:
             raise failure_of(int(event["error"].get("code", 500)), event, "llama-server")
         count = int(event["tokens_predicted"])
         if event["stop"]:
-            return self._done(event, count, token_ids), None
+            return self._done(event, count, token_ids, logprobs), None
         if "prompt_progress" in event and count <= self._count:
             told = event["prompt_progress"]
             return None, Progress(
@@ -207,12 +207,20 @@ class CompletionReader:
             ),
         )
 
-    def _done(self, event: Mapping[str, Any], count: int, token_ids: list[int]) -> Done:
+    def _done(
+        self,
+        event: Mapping[str, Any],
+        count: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob],
+    ) -> Done:
         is_end = event["stop_type"] == "eos"
         if is_end and count > self._count and self.last_id not in self._end_ids:
             # It came behind half a character, without an event of its own.
             self.last_id = min(self._end_ids)
             token_ids.append(self.last_id)
+            if self._request.top_logprobs is not None:
+                logprobs.append(TokenLogprob(logprob=_UNKNOWN_LOGPROB))
         timings = event.get("timings") or {}
         prefill_s = float(timings.get("prompt_ms", 0)) / 1000
         usage = Usage(
