@@ -18,7 +18,7 @@ from kakeya.backends.engine.child import Child, ChildClient, engine_client
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, Command
 from kakeya.backends.llama.client import llama_client
 from kakeya.backends.llama.find import find_server, missing_server
-from kakeya.backends.llama.plan import LLAMA_OPTIONS, plan_of
+from kakeya.backends.llama.plan import LLAMA_OPTIONS, MAX_STEP_S, plan_of
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, NotFound
@@ -38,13 +38,14 @@ EngineCommand = Callable[[ModelSpec, str], Command]
 
 
 class EngineRecipe(NamedTuple):
-    """How the engine of a model is made. `most_running` bounds its sequences, 0 = as configured;
-    `kv_bytes` are taken at the start, None = they grow."""
+    """How the engine of a model is made. `most_running` bounds its sequences, `max_step_s` its
+    steps, 0 = as configured; `kv_bytes` are taken at the start, None = they grow."""
 
     command: Command
     client: Callable[[Child], ChildClient] = engine_client
     most_running: int = 0
     kv_bytes: int | None = None
+    max_step_s: float = 0.0
 
 
 def _on_backend(spec: ModelSpec, resolved: str | None) -> ModelSpec:
@@ -72,7 +73,9 @@ def _gguf_recipe(spec: ModelSpec, resolved: str, named: str) -> EngineRecipe:
     if program is None:
         raise missing_server(spec.model_id)
     plan = plan_of(Path(resolved), dict(spec.manifest.options))
-    return EngineRecipe(plan.command(program), llama_client(plan), plan.slots, plan.kv_bytes)
+    return EngineRecipe(
+        plan.command(program), llama_client(plan), plan.slots, plan.kv_bytes, MAX_STEP_S
+    )
 
 
 def engine_command(
@@ -205,11 +208,12 @@ class Engines:
         options = self._own_options.get(model_id, self._options)
         recipe = self._recipes[model_id]
         rows = min(options.max_running, recipe.most_running or options.max_running)
+        step_s = max(options.max_step_s, recipe.max_step_s)
         return EngineBackend(
             model_id,
             recipe.command,
             client=recipe.client,
-            options=replace(options, max_running=rows),
+            options=replace(options, max_running=rows, max_step_s=step_s),
             clock=self._clock,
             on_change=lambda _: model.engine_changed(),
             runtime_dir=self._sockets,

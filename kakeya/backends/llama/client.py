@@ -18,11 +18,13 @@ from tokenizers import Tokenizer
 from kakeya.backends.engine.child import Child
 from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.llama.http import call
+from kakeya.backends.llama.parts import goes_on, rest_of, total
 from kakeya.backends.llama.plan import LlamaPlan, gguf_metadata, kv_bytes_per_token
 from kakeya.backends.llama.spell import TokenSpelling
 from kakeya.backends.llama.wire import CompletionReader, completion_body, events_of, failure_of
 from kakeya.core.errors import (
     DeadlineExceeded,
+    MemoryRefused,
     PeerProtocol,
     PeerUnavailable,
     UnknownMethod,
@@ -31,7 +33,7 @@ from kakeya.core.gguf import gguf_shards, read_gguf
 from kakeya.core.process import resident_bytes
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
-from kakeya.generation.frames import Done, Frame, StopReason, Tokens, Usage
+from kakeya.generation.frames import Done, Frame, Tokens, Usage
 from kakeya.generation.kv import NO_KV, KvOffer, PageRef
 from kakeya.generation.progress import LoadPhase, LoadProgress
 from kakeya.generation.request import DecodeJob, DecodeRequest
@@ -39,6 +41,8 @@ from kakeya.text.gguf import end_ids, make_text_folder
 
 _SOCKET_S = 0.05
 """Seconds between two looks for the socket of a child that has just started."""
+_MOST_REFUSED, _CROWDED_S = 60, 0.5
+"""How often a sequence is begun again for want of room, and the seconds between two tries."""
 _TOLD_TOKENS, _TOLD_PROMPT_TOKENS = 16, 128
 """Fewer tokens of an answer, or of a prompt, tell no speed."""
 _FILE_TYPES = {
@@ -71,6 +75,7 @@ class LlamaClient:
         self._plan = plan
         self._name = child.model_id
         self._running = 0
+        self._crowded = asyncio.Lock()
         self._facts: ModelFacts | None = None
         self._spelling: TokenSpelling | None = None
         self._pulse: asyncio.Task[None] | None = None
@@ -115,33 +120,51 @@ class LlamaClient:
         committed: list[int] = []
         self._running += 1
         try:
-            while True:
-                rest = _rest(request, committed)
-                body = completion_body(rest, spelling.text_of)
-                reader = CompletionReader(rest, spelling.before, ends)
-                done: Done | None = None
-                first_mono = None if committed else self._first_token_mono(request)
-                events = self._events(body, reader, latest_mono, first_mono)
-                async with contextlib.aclosing(events):
-                    async for frame in events:
-                        if isinstance(frame, Done):
-                            done = frame
-                            break
-                        if isinstance(frame, Tokens):
-                            committed += frame.token_ids
-                        yield frame
-                if done is None:
-                    # So a server that is asked to end leaves its streams.
-                    raise PeerUnavailable(f"{self._name}: the stream ended without its last event")
-                self._note_speed(done.usage, len(rest.token_ids))
-                if not _goes_on(request, committed, ends, facts.context_tokens):
-                    break
+            async with contextlib.AsyncExitStack() as turn:
+                refused = 0
+                while True:
+                    rest = rest_of(request, committed)
+                    body = completion_body(rest, spelling.text_of)
+                    reader = CompletionReader(rest, spelling.before, ends)
+                    done: Done | None = None
+                    first_mono = None if committed else self._first_token_mono(request)
+                    events = self._events(body, reader, latest_mono, first_mono)
+                    try:
+                        async with contextlib.aclosing(events):
+                            async for frame in events:
+                                if isinstance(frame, Done):
+                                    done = frame
+                                    break
+                                if isinstance(frame, Tokens):
+                                    committed += frame.token_ids
+                                if isinstance(frame, Tokens) or not committed:
+                                    yield frame
+                    except MemoryRefused:
+                        refused += 1
+                        await self._take_turn(turn, refused)
+                        continue
+                    if done is None:
+                        # So a server that is asked to end leaves its streams.
+                        raise PeerUnavailable(f"{self._name}: the stream ended before its end")
+                    self._note_speed(done.usage, len(rest.token_ids))
+                    if not goes_on(request, committed, ends, facts.context_tokens):
+                        break
         finally:
             self._running -= 1
-        if done.reason is StopReason.STOP_TOKEN and len(committed) == request.max_tokens:
-            is_stopped = committed[-1] in request.stop_token_ids or request.grammar
-            done = done if is_stopped else replace(done, reason=StopReason.MAX_TOKENS)
-        yield done
+        yield total(done, request, committed)
+
+    async def _take_turn(self, turn: contextlib.AsyncExitStack, refused: int) -> None:
+        """Let a sequence go on whose KV had no room beside the others', which the server ends all
+        at once: these go on one after the other, the first one at once.
+
+        Raises MemoryRefused if there was no room too often.
+        """
+        if refused > _MOST_REFUSED:
+            raise MemoryRefused(f"{self._name}: no room for KV beside that of other answers")
+        if refused == 1:
+            await turn.enter_async_context(self._crowded)
+        else:
+            await self._child.clock.sleep(_CROWDED_S)
 
     async def draft(
         self,
@@ -345,35 +368,6 @@ class LlamaClient:
 def llama_client(plan: LlamaPlan) -> Callable[[Child], LlamaClient]:
     """What makes the clients of a model's children."""
     return lambda child: LlamaClient(child, plan)
-
-
-def _rest(request: DecodeRequest, committed: Sequence[int]) -> DecodeRequest:
-    if not committed:
-        return request
-    return replace(
-        request,
-        token_ids=[*request.token_ids, *committed],
-        prompt_tokens=request.prompt_tokens or len(request.token_ids),
-        max_tokens=request.max_tokens - len(committed),
-    )
-
-
-def _goes_on(
-    request: DecodeRequest,
-    committed: Sequence[int],
-    ends: frozenset[int],
-    context_tokens: int,
-) -> bool:
-    """Whether a generation that llama-server ended has more to come: its last token ends answers by
-    the model's file, but not by the request."""
-    return (
-        bool(committed)
-        and committed[-1] in ends
-        and committed[-1] not in request.stop_token_ids
-        and not request.grammar
-        and len(committed) < request.max_tokens
-        and len(request.token_ids) + len(committed) < context_tokens
-    )
 
 
 def _steady(known: float, new: float) -> float:

@@ -34,8 +34,11 @@ LEAST_KV_TOKENS = 16_384
 LEAST_KV_BYTES = 256 * MIB
 KV_PART = 8
 """KV may take one part in so many of the machine's memory, but at least LEAST_KV_BYTES."""
-BATCH_TOKENS = 512
-"""Tokens of a prompt in one step: a larger one would hold up other sequences."""
+BATCH_TOKENS = 512 if sys.platform == "darwin" else 256
+"""Tokens of a prompt in one step, which holds up other sequences: for a minute and more where a CPU
+reads a large model."""
+MAX_STEP_S = 600.0
+"""A step that takes longer is taken for a fault."""
 _KV_NUMBER_BYTES = 2
 _BOUND = """
 exec 3<&0 </dev/null

@@ -165,6 +165,18 @@ async def test_a_caller_that_leaves_frees_its_slot(llama_server: Path, model: Pa
         assert (await taken(backend, replace(asked, max_tokens=3)))[1].reason
 
 
+async def test_answers_that_have_no_room_beside_each_other_end_one_after_the_other(
+    llama_server: Path, model: Path
+) -> None:
+    """Their KV together is more than the server has: it ends them all at once."""
+    async with llama(llama_server, model, ctx_size=512, parallel=4) as backend:
+        await backend.ready(60)
+        asked = [DecodeRequest(token_ids=[5 + i, 6, 7] * 50, max_tokens=150) for i in range(4)]
+        found = await asyncio.gather(*(taken(backend, one) for one in asked))
+        assert [len(ids) for ids, _ in found] == [150] * 4
+        assert {done.reason for _, done in found} == {StopReason.MAX_TOKENS}
+
+
 async def test_what_it_cannot_do_is_refused_by_type(llama_server: Path, model: Path) -> None:
     async with llama(llama_server, model) as backend:
         facts = await backend.ready(60)
