@@ -452,8 +452,8 @@ async def test_a_machine_that_panicked_takes_less_upon_itself_and_says_so(tmp_pa
     assert careful.status()["budget_bytes"] < normal.status()["budget_bytes"]  # type: ignore[operator]
     assert "panic" in str(careful.status()["profile"])
     assert [memory.engines._options.max_running for memory in (careful, normal)] == [2, 8]
-    commands = [*careful.engines._commands.values(), *normal.engines._commands.values()]
-    told = [tuple(command(tmp_path / "socket"))[-2:] for command in commands]
+    recipes = [*careful.engines._recipes.values(), *normal.engines._recipes.values()]
+    told = [tuple(recipe.command(tmp_path / "socket"))[-2:] for recipe in recipes]
     assert told == [("--max-running", "2"), ("--max-running", "8")]
 
 
@@ -481,7 +481,7 @@ async def test_a_model_at_repeated_panics_is_not_loaded_the_same_way_again(tmp_p
         )
 
     def flags(memory: NodeMemory) -> list[str]:
-        line = list(memory.engines._commands[VERIFIER](tmp_path / "socket"))
+        line = list(memory.engines._recipes[VERIFIER].command(tmp_path / "socket"))
         return line[line.index("--log-format") + 2 :]
 
     seen = []
@@ -532,7 +532,7 @@ async def test_engines_that_start_when_care_has_begun_or_ended_are_run_so(tmp_pa
 
     def seen() -> tuple[bool, int, tuple[str, ...]]:
         backend = memory.engines.make(VERIFIER)
-        command = tuple(memory.engines._commands[VERIFIER](tmp_path / "socket"))
+        command = tuple(memory.engines._recipes[VERIFIER].command(tmp_path / "socket"))
         return memory.is_careful, backend.options.max_running, command[-2:]
 
     memory = await asyncio.to_thread(build)
