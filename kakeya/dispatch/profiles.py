@@ -11,7 +11,7 @@ profile, then the manifest of its model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,11 +72,9 @@ def check_profiles(
     profiles: Mapping[str, ProfileSpec],
     served: Collection[str],
     origin: str,
-    *,
-    reaches: Callable[[str], bool] = lambda _: False,
 ) -> Mapping[str, ProfileSpec]:
     """The profiles of a node that writes text by the names that it has `served`, tasks among
-    them, or `reaches`. Raises ConfigError, which begins with the `origin`."""
+    them. Raises ConfigError, which begins with the `origin`."""
     taken: dict[str, str] = {}
     for name, spec in profiles.items():
         where = f"{origin}: [profiles.{name}]"
@@ -87,9 +85,8 @@ def check_profiles(
                 raise ConfigError(f"{where}: {one} stands in [profiles.{other}] too")
         if spec.model in ("", *served) or spec.model.rpartition(":")[0] in served:
             continue
-        if not reaches(spec.model):
-            raise ConfigError(
-                f"{where}: {spec.model} is none of the models and tasks that this node writes "
-                f"text with, {', '.join(served) or 'which are none'}{nearest(spec.model, served)}"
-            )
+        raise ConfigError(
+            f"{where}: {spec.model} is none of the models and tasks that this node writes text "
+            f"with, {', '.join(served) or 'which are none'}{nearest(spec.model, served)}"
+        )
     return profiles

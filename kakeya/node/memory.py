@@ -264,7 +264,7 @@ class NodeMemory:
     def take_manifests(self, manifests: Mapping[str, Manifest]) -> None:
         """Take what is said of models from now on. Raises ConfigError for pins that do not fit the
         budget; nothing changes then."""
-        before = {model: model.manifest for model in self._models()}
+        before = {model: model.manifest for model in self._all()}
         for model in before:
             said = manifests.get(model.model_id, model.manifest)
             model.manifest = model.manifest.with_live(said)
