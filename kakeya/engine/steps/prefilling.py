@@ -26,6 +26,8 @@ from kakeya.engine.queue.rows import PieceWork, QueueRow
 _log = logging.getLogger(__name__)
 _HELD_BACK_ROUNDS = 2
 """A sequence sends its first token two rounds after its prompt was done."""
+_ROUNDS_ABOVE = 4
+"""So many times as long go prompts on between two steps in which only less urgent rows decode."""
 MOST_TOKENS = 256
 """Of a shared forward, filled up; with more, a token takes no less time."""
 
@@ -98,12 +100,13 @@ class Prefilling:
         is_first_token_due = self._held_back < _HELD_BACK_ROUNDS and any(
             not one.has_first_token and not one.is_prefilling for one in running
         )
+        are_below = all(one.is_prefilling or one.priority > row.priority for one in running)
         is_due = is_chunk_due(
             self._chunks_in_round,
             self.round_s,
             self._queue.chunk_s(row),
             # Prompts get half of the time at least, however long a step is.
-            round_s=max(ROUND_S, self._pace.step_s),
+            round_s=max(ROUND_S, self._pace.step_s) * (_ROUNDS_ABOVE if are_below else 1),
             is_first_token_due=is_first_token_due,
         )
         self._held_back = 0 if is_due or self._chunks_in_round else self._held_back + 1

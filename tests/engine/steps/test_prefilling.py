@@ -9,6 +9,7 @@ from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.model import CHUNK_LIMIT_S, PART_S
 from kakeya.engine.queue.policy import ROUND_S
 from kakeya.engine.steps.prefilling import MOST_TOKENS
+from kakeya.generation.request import GenerationPriority
 from tests.engine.virtual_rig import STEP_S, TOKEN_S, HashForward, VirtualRig, expected
 
 PIECE = 256
@@ -49,6 +50,18 @@ def test_a_prompt_gets_half_of_the_time_where_steps_are_long() -> None:
     rig.run()
     assert max(stream.gaps_s) <= 2 * step_s + PART_S
     assert long.at_s[0] - 0.5 <= 2.5 * 1500 * TOKEN_S
+
+
+def test_a_prompt_waits_for_few_steps_of_less_urgent_streams_and_these_go_on() -> None:
+    step_s = 4 * ROUND_S
+    rig = large(forward_costs_s={1: step_s})
+    rig.model.step_s = step_s
+    stream = rig.submit(token_ids=prompt(5), max_tokens=60, priority=GenerationPriority.BATCH)
+    long = rig.submit(0.5, token_ids=prompt(1500), max_tokens=2, priority=GenerationPriority.NORMAL)
+    rig.run()
+    assert long.at_s[0] - 0.5 <= 1.3 * 1500 * TOKEN_S + 3 * step_s
+    assert max(stream.gaps_s) <= 5 * step_s + PART_S
+    assert stream.tokens == expected(stream.job.token_ids, 60)
 
 
 def test_streams_go_on_though_the_speed_of_prompts_was_not_measured() -> None:
