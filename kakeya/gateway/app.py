@@ -4,6 +4,8 @@
     POST /v1/chat/completions            OpenAI chat, streamed or not
     POST /v1/completions                 OpenAI completions, streamed or not
     POST /v1/embeddings                  OpenAI embeddings
+    POST /v1/images/generations          OpenAI images
+    GET  /v1/images/{id}.png             an image that the node keeps
     POST /v1/responses                   OpenAI Responses, streamed or not
     GET, DELETE /v1/responses/{id}; POST /v1/responses/{id}/cancel
                                          a response that the node keeps, or makes
@@ -34,7 +36,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -64,9 +65,17 @@ from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
 from kakeya.gateway.jobs import job_routes
 from kakeya.gateway.live_config import ConfigRoute
-from kakeya.gateway.model_bodies import abilities, shown_defaults, task_body
+from kakeya.gateway.model_bodies import (
+    abilities,
+    image_body,
+    model_head,
+    shown_defaults,
+    task_body,
+)
 from kakeya.gateway.ollama.routes import ollama_routes
 from kakeya.gateway.openai.embeddings import EMBEDDING, EmbeddingRoute
+from kakeya.gateway.openai.image_store import ImageStore
+from kakeya.gateway.openai.images import IMAGE_NO_OPS, IMAGES, ImageRoute
 from kakeya.gateway.openai.requests import (
     CHAT,
     CHAT_NO_OPS,
@@ -82,6 +91,7 @@ from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
+from kakeya.generation.image import ImageModel
 from kakeya.generation.manifest import MLX, Category
 from kakeya.generation.model import (
     DraftRouter,
@@ -163,9 +173,13 @@ def build_app(
         created_at=int(clock.wall()),
     )
     embeddings = Embeddings(directory, texts, metrics, limits, clock)
+    images = ImageStore(mono=clock.mono)
+    drawing = ImageRoute(directory, generations, jobs, images, clock=clock, rng=rng)
     routes = [
         *_dialects(generations, ResponseStore(most_bytes=store_bytes, mono=clock.mono), jobs, rng),
         BodyRoute("/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING),
+        BodyRoute("/v1/images/generations", drawing, IMAGES | COORDINATOR_FIELDS, IMAGE_NO_OPS),
+        images.route(),
         *ollama_routes(directory, generations, embeddings, clock, abilities),
         BodyRoute("/v1/precache", PrecacheRoute(generations, precache, texts), PRECACHE),
         Route(
@@ -278,6 +292,7 @@ class Gateway:
         for name, task in tasks.items():
             models.append(task_body(name, task, bodies))
         models += map(self._embedder_body, self._directory.embedders())
+        models += (image_body(one, self._created_at) for one in self._directory.image_models())
         ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
         pages = {"has_more": False, "first_id": None, "last_id": None, **ends}
         return _json({"object": "list", "data": models, **pages})
@@ -290,6 +305,9 @@ class Gateway:
         for one in self._directory.embedders():
             if one.model_id == model_id:
                 return _json(self._embedder_body(one))
+        for drawing in self._directory.image_models():
+            if drawing.model_id == model_id:
+                return _json(image_body(drawing, self._created_at))
         found, choice = self._generations.choose(model_id, client)
         if choice is not None:
             bodies = {
@@ -333,9 +351,10 @@ class Gateway:
         }
         return _json(body, 503 if reason else 200)
 
-    def _decisive_model(self) -> LoadableModel | DraftModelState | None:
+    def _decisive_model(self) -> LoadableModel | ImageModel | DraftModelState | None:
         """The default model; on a draft-only node a model that is not ready yet, or else any."""
-        if models := self._directory.verifiers() or self._directory.embedders():
+        served = self._directory
+        if models := served.verifiers() or served.embedders() or served.image_models():
             return models[0]
         proposers = self._proposers()
         waited_for = (model for model in proposers if not _is_ready(model))
@@ -390,16 +409,7 @@ class Gateway:
     def _common_body(self, model: LoadableModel | RelayedModel) -> dict[str, object]:
         facts = model.facts
         context = facts and (facts.longest_tokens or facts.context_tokens)
-        return {
-            # One body: `object` and `created` for OpenAI's clients; `type`, `display_name` and
-            # `created_at` for Anthropic's.
-            "id": model.model_id,
-            "object": "model",
-            "type": "model",
-            "display_name": model.model_id,
-            "created": self._created_at,
-            "created_at": datetime.fromtimestamp(self._created_at, UTC).isoformat(),
-            "owned_by": "kakeya",
+        return model_head(model.model_id, self._created_at) | {
             # Clients look for the context under one of three names. None before the first load.
             "context_length": context,
             "max_model_len": context,
@@ -412,7 +422,7 @@ class Gateway:
         }
 
 
-def _is_ready(model: LoadableModel | DraftModelState) -> bool:
+def _is_ready(model: LoadableModel | ImageModel | DraftModelState) -> bool:
     """Whether a request at this moment finds the model, or has it loaded."""
     if model.state is ModelState.READY:
         return True

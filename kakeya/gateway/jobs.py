@@ -44,7 +44,7 @@ MOST_TIMEOUT_S = 86400.0
 _BACKGROUND = flag_field("background")
 _TIMEOUT = number_field("timeout_s", 0, MOST_TIMEOUT_S)
 FIELDS = table(MODEL, _BACKGROUND, _TIMEOUT) | opaque("payload")
-_JOBS, _CAPABILITIES = "/api/v1/jobs", "/api/v1/capabilities"
+JOBS, _CAPABILITIES = "/api/v1/jobs", "/api/v1/capabilities"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class CapabilityRoute:
             if asked.is_background:
                 job = self._capabilities.submit(call, share)
                 await self._jobs.kept()
-                await send_json(send, 202, job_body(job), {"location": f"{_JOBS}/{job.job_id}"})
+                await send_json(send, 202, job_body(job), {"location": f"{JOBS}/{job.job_id}"})
                 return
             async with self._generations.connection(receive, send) as connection:
                 use.begin()
@@ -129,9 +129,9 @@ def job_routes(
         await jobs.kept()
         return JSONResponse({"id": job_id, "object": "job", "deleted": True})
 
-    one = _JOBS + "/{job_id}"
+    one = JOBS + "/{job_id}"
     routes = [
-        Route(_JOBS, list_jobs),
+        Route(JOBS, list_jobs),
         Route(one, JobRoute(jobs, generations), methods=["GET"]),
         Route(one, forget, methods=["DELETE"]),
         Route(one + "/cancel", cancel, methods=["POST"]),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from kakeya.dispatch.tasks import TaskSpec
-from kakeya.generation.manifest import Manifest
+from kakeya.generation.image import ImageModel
+from kakeya.generation.manifest import DIFFUSERS, Category, Manifest
 from kakeya.generation.request import Sampling
 from kakeya.text.text import TextModel
 
@@ -24,6 +26,34 @@ def task_body(
         "kind": "task",
         **dict.fromkeys(contexts, min(known, default=None)),
         **task.describe(),
+    }
+
+
+def model_head(model_id: str, created_at: int) -> dict[str, object]:
+    """What is told of a model of any kind, in one body: `object` and `created` for OpenAI's
+    clients; `type`, `display_name` and `created_at` for Anthropic's."""
+    return {
+        "id": model_id,
+        "object": "model",
+        "type": "model",
+        "display_name": model_id,
+        "created": created_at,
+        "created_at": datetime.fromtimestamp(created_at, UTC).isoformat(),
+        "owned_by": "kakeya",
+    }
+
+
+def image_body(model: ImageModel, created_at: int) -> dict[str, object]:
+    """A model that draws, as /v1/models tells it."""
+    return model_head(model.model_id, created_at) | {
+        "role": "diffusion",
+        "kind": "image",
+        "pipeline": model.kind.value,
+        "category": model.manifest.category or Category.DIFFUSION,
+        "backend": DIFFUSERS,
+        "modalities": {"input": ["text"], "output": ["image"]},
+        "capabilities": ["image"],
+        "state": model.state.value,
     }
 
 

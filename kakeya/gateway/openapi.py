@@ -85,6 +85,8 @@ def _operation(route: Route, path: str, *, takes_more: bool) -> Mapping[str, obj
     asked: dict[str, object] = {}
     statuses: Iterable[int] = sorted(STATUS_BY_ERROR[kind] for kind in _PLAIN_ERRORS)
     answers: dict[str, object] = {"application/json": {}, "text/plain": {}}
+    if path.endswith(".png"):
+        answers = {"image/png": {}}
     if isinstance(route, BodyRoute):
         is_open = takes_more or route.takes_more
         schema = body_schema(route.fields, route.no_ops, takes_more=is_open)

@@ -42,6 +42,7 @@ from kakeya.generation.frames import (
     Tokens,
     Usage,
 )
+from kakeya.generation.image import ImageModel
 from kakeya.generation.manifest import NO_MANIFEST, Manifest
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority
@@ -269,9 +270,24 @@ class ToyEmbedder:
 
 
 class Directory:
-    def __init__(self, *models: ToyModel, embedders: Sequence[ToyEmbedder] = ()) -> None:
+    def __init__(
+        self,
+        *models: ToyModel,
+        embedders: Sequence[ToyEmbedder] = (),
+        images: Sequence[ImageModel] = (),
+    ) -> None:
         self.models = models
         self._embedders = tuple(embedders)
+        self._images = tuple(images)
+
+    def image_model(self, model_id: str) -> ImageModel:
+        for model in self._images:
+            if model_id in ("", model.model_id):
+                return model
+        raise NotFound(f"no image model {model_id}")
+
+    def image_models(self) -> tuple[ImageModel, ...]:
+        return self._images
 
     def embedder(self, model_id: str) -> ToyEmbedder:
         for model in self._embedders:
@@ -354,6 +370,7 @@ async def serving(
     unready: Callable[[], str] = str,
     precache: Precache = NoPrecache(),  # noqa: B008
     embedders: Sequence[ToyEmbedder] = (),
+    images: Sequence[ImageModel] = (),
     store_bytes: int = 0,
     tasks: TaskRegistry | None = None,
     relays: Relays | None = None,
@@ -362,7 +379,7 @@ async def serving(
 ) -> AsyncIterator[Served]:
     jobs = jobs or no_jobs()
     app = build_app(
-        Directory(*models, embedders=embedders),
+        Directory(*models, embedders=embedders, images=images),
         Router(),
         status=status,
         clock=SystemClock(),
