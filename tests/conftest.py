@@ -76,9 +76,7 @@ def children_hear_interrupts() -> None:
 def children_are_forked(nothing_blocks_the_event_loop: BlockBuster) -> None:
     """Engines and nodes start in a tenth of the time; those of scripts/soak as elsewhere."""
     if sys.platform == "linux" and not IS_SOAK:
-        for call in ("os.read", "os.getcwd", "socket.socket.sendmsg"):
-            if guarded := nothing_blocks_the_event_loop.functions.get(call):
-                guarded.can_block_in("tests/fork_server.py", {"fork", "fork_or_execute"})
+        fork_server.may_block(nothing_blocks_the_event_loop)
         fork_server.install(fork_server.Client())
 
 

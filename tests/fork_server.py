@@ -33,7 +33,10 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blockbuster import BlockBuster
 
 IMPORTS = (
     *("kakeya.cli.child", "kakeya.cli.doctor", "kakeya.decoding.processors.grammar"),
@@ -42,6 +45,8 @@ IMPORTS = (
 )
 """What nodes and engines import, but for the modules that they run as their main."""
 FORKED = ("kakeya.node.", "tests.")
+MEASURED = ("tests.backends.images.",)
+"""Not forked: tests compare the memory of such a child with what it allocates."""
 HAS_CHILDREN = "kakeya.node.daemon"
 IN_NAMESPACE = ["ip", "netns", "exec"]
 """What comes before the name of a network namespace and the command that runs in it."""
@@ -70,7 +75,7 @@ class Client:
         self._server = server
         self.process: subprocess.Popen[bytes] | None = None
         self._starts = server is None
-        self._environ = {n: text for n, text in os.environ.items() if not n.startswith("PYTEST_")}
+        self.environ = {n: text for n, text in os.environ.items() if not n.startswith("PYTEST_")}
         self._lock = threading.Lock()
         if self._starts:
             atexit.register(self.end)
@@ -80,8 +85,9 @@ class Client:
         return (
             arguments[:2] == [sys.executable, "-m"]
             and arguments[2].startswith(FORKED)
+            and not arguments[2].startswith(MEASURED)
             and not any(one.startswith(BEFORE_IMPORTS) for one in arguments)
-            and shaping(environ) == shaping(self._environ)
+            and shaping(environ) == shaping(self.environ)
             and not any(how[name] for name in ("executable", "shell", "preexec_fn", "pass_fds"))
             and all(how[name] in (None, -1) for name in ("gid", "gids", "uid", "umask"))
             and how["process_group"] in (None, -1)
@@ -92,7 +98,7 @@ class Client:
         prctl = ctypes.CDLL(None).prctl
         with self._lock:
             if self._server is None and self._starts:
-                self._server, self.process = started(self._environ)
+                self._server, self.process = started(self.environ)
             if self._server is None:
                 raise ChildProcessError("the fork server has ended")
             prctl(ADOPTS, 1)
@@ -115,8 +121,19 @@ class Client:
             self.process = None
 
 
+def may_block(guard: BlockBuster) -> None:
+    """Let a guard of the event loop pass the start of a forked child, as it passes any other's."""
+    for call in ("os.read", "os.getcwd", "socket.socket.sendmsg"):
+        if guarded := guard.functions.get(call):
+            guarded.can_block_in("tests/fork_server.py", {"fork", "fork_or_execute"})
+
+
+installed: list[Client] = []
+
+
 def install(client: Client) -> None:
     """Let `subprocess` and asyncio start children of this process by a fork where they can."""
+    installed.append(client)
     execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     named = inspect.signature(execute)
 

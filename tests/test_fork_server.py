@@ -23,7 +23,12 @@ EXECUTED = {"pass_fds": (0,)}
 
 
 def said_by(tmp_path: Path, **options: Any) -> dict[str, Any]:
-    environ = {**os.environ, "KAKEYA_SAID": "so", "PYTEST_CURRENT_TEST": "this (call)"}
+    # Other tests may have set more in this process since the server began.
+    environ = {
+        **fork_server.installed[0].environ,
+        "KAKEYA_SAID": "so",
+        "PYTEST_CURRENT_TEST": "this (call)",
+    }
     run = subprocess.run(
         [*COMMAND, "one", ""],
         **options,

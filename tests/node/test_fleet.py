@@ -169,6 +169,7 @@ def status_of(plane: NodeFleet, **beside: object) -> Json:
             adapters={},
             prefixes={},
             precache={},
+            backends=(),
             **told,
         )
     )

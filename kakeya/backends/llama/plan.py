@@ -205,4 +205,6 @@ def _cores() -> int:
     Threads wait for each other by spinning: on two busy cores, two were fifteen times as slow as
     one, since whichever has no core holds up the other.
     """
-    return 0 if sys.platform == "darwin" else max(1, len(os.sched_getaffinity(0)) - 1)
+    if sys.platform == "darwin":
+        return 0
+    return max(1, len(os.sched_getaffinity(0)) - 1)

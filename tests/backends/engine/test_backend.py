@@ -524,19 +524,22 @@ async def test_draft_stats_and_release_reach_the_child(tmp_path):
         assert "release session" in _lines(record)
 
 
+WAIT = "loading toy, 41 %"
+
+
 async def test_a_child_says_how_far_its_load_is(caplog):
     logging.getLogger("kakeya").propagate = True
     read = LoadProgress(phase=LoadPhase.READ, done_bytes=41, total_bytes=100).line()
     said = f"{LoadProgress(phase=LoadPhase.FIND).line()}\n{read}\n{read}"
     with caplog.at_level(logging.INFO, logger="kakeya"):
         async with backend("--say", said, "--load-s", 60) as model:
-            await until(lambda: model.waits_for() == "loading toy, 41 %")
+            await until(lambda: (wait := model.waits_for()) and wait.describe() == WAIT)
             assert "loading, 41 %" in model.unavailable().message
     lines = [record for record in caplog.records if record.getMessage() == "model is loading"]
     told = [vars(line)["kakeya_fields"] for line in lines]
     assert [fields["phase"] for fields in told] == [LoadPhase.FIND.value, LoadPhase.READ.value]
     assert told[1]["share"] == "41%"
-    assert model.waits_for() == ""
+    assert model.waits_for() is None
 
 
 async def test_what_the_child_writes_is_in_the_agents_log_at_its_own_level(caplog):

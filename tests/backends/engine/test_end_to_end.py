@@ -15,6 +15,7 @@ from blockbuster import blockbuster_ctx
 from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.facts import ModelState
 from kakeya.generation.request import Sampling
+from tests import fork_server
 from tests.backends.engine.test_backend import FAST, _lines, backend, is_alive
 from tests.sessions.conftest import running_node
 from tests.sessions.toy import expected
@@ -100,7 +101,8 @@ async def test_a_model_that_is_given_up_is_unavailable_and_its_sessions_survive(
 
 
 async def test_nothing_of_it_blocks_the_agents_event_loop():
-    with blockbuster_ctx():
+    with blockbuster_ctx() as guard:
+        fork_server.may_block(guard)
         async with backend("--delay-s", 0.001) as model, running_node(model) as node:
             async with await node.client.create_session() as session:
                 await session.append(PROMPT)

@@ -10,7 +10,7 @@ import pytest
 
 from kakeya.core.errors import InvalidArgument, InvariantBroken, KakeyaError
 from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
-from kakeya.generation.frames import Done, EngineFrame, Progress, Tokens
+from kakeya.generation.frames import Done, EngineFrame, Progress, QueuePlace, Tokens
 from kakeya.generation.request import DecodeJob
 from tests.engine.rig import Rig, load_rig, tools
 
@@ -28,7 +28,8 @@ class Sink:
 
     def put(self, frame: EngineFrame) -> None:
         self.frames.append(frame)
-        self.first.set()
+        if not isinstance(frame, QueuePlace):
+            self.first.set()
         if isinstance(frame, Done):
             self.ended.set()
 

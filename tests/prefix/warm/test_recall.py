@@ -179,8 +179,15 @@ async def test_what_did_not_come_in_a_bad_moment_comes_in_the_next(
         pages, refused = here.prefixes.pages, iter([True, True])
         prepare = pages.prepare
 
-        async def prepare_later(naming: Naming, length: int, holder: PinHolder) -> Filling | None:
-            return None if next(refused, False) else await prepare(naming, length, holder)
+        async def prepare_later(
+            naming: Naming,
+            length: int,
+            holder: PinHolder,
+            block_class: BlockClass = BlockClass.USER,
+        ) -> Filling | None:
+            return (
+                None if next(refused, False) else await prepare(naming, length, holder, block_class)
+            )
 
         monkeypatch.setattr(pages, "prepare", prepare_later)
         await started(here)
