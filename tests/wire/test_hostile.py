@@ -12,9 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import grpc
 import grpc.aio
@@ -197,9 +195,8 @@ async def test_a_message_beyond_the_limit_is_refused_unread(
                 assert status is EXHAUSTED
             weighed.append(await child.weigh())
         assert await call(channel, DESCRIBE) is OK
-    # An allocator takes and returns some at a time: a leak would show in most rounds.
-    growth = [after["rss"] - before["rss"] for before, after in pairwise(weighed)]
-    assert median(growth) <= 8 * MIB
+    # An allocator takes and returns some at a time: a leak would add up over the rounds.
+    assert weighed[-1]["rss"] - weighed[0]["rss"] <= 3 * 8 * MIB
     assert weighed[-1]["peak"] - fresh["rss"] <= 64 * MIB, "at no time was it all unpacked"
     assert weighed[-1]["worst_stall_s"] <= STALL_S
 
