@@ -67,7 +67,7 @@ class CoordinatorFields:
         elif self.client and not params.user:
             params = replace(params, user=self.client)
         ignored = self.ignored
-        if self.cooldown_s and not Headers(scope=scope).get(CLIENT_NAME):
+        if self.cooldown_s and not headers.get(CLIENT_NAME) and not self.client:
             # Programs without a name share that of their machine.
             params, ignored = replace(params, cooldown_s=0.0), (*ignored, "x_cooldown")
         if ignored:
@@ -106,8 +106,7 @@ class CoordinatorFields:
         return asked
 
     def _says_priority(self, scope: Scope) -> bool:
-        is_said = self.priority is not None or self.has_own_priority
-        return is_said or any(Headers(scope=scope).get(name) for name in _PRIORITY_HEADERS)
+        return self.has_own_priority or self.urgency(scope) is not None
 
     def under_task(self, asked: Request, task: TaskSpec, scope: Scope) -> Request:
         """A request whose fields are applied, with what its task says of it where it says
