@@ -1,0 +1,141 @@
+"""The choice of a node: its laws, deadlines, ties and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya.core.errors import Refused
+from kakeya.dispatch.routing.candidate import (
+    NodeLink,
+    NodeSpeed,
+    QueuedWork,
+    RouteCandidate,
+    RoutedRequest,
+)
+from kakeya.dispatch.routing.decision import NoRoute, choose, shortlist
+from kakeya.generation.facts import ModelState
+from tests.laws import law
+
+SPEED = NodeSpeed(prefill_tokens_per_s=500, decode_tokens_per_s=30)
+REQUEST = RoutedRequest(prompt_tokens=2000, output_tokens=100)
+
+speeds = st.builds(
+    NodeSpeed,
+    prefill_tokens_per_s=st.sampled_from([0.0, 100.0, 500.0, 5000.0]),
+    decode_tokens_per_s=st.sampled_from([0.0, 10.0, 60.0]),
+    row_cost=st.floats(0, 1),
+    piece_tokens=st.sampled_from([0, 256, 512]),
+    max_rows=st.integers(1, 8),
+)
+works = st.builds(
+    QueuedWork,
+    prompt_tokens=st.integers(0, 50_000),
+    rows=st.lists(st.integers(0, 1000), max_size=12).map(tuple),
+    prompts_per_s=st.floats(0, 5),
+    busy_share=st.floats(0, 1),
+)
+links = st.builds(
+    NodeLink, round_trip_s=st.floats(0, 0.2), bytes_per_s=st.sampled_from([0.0, 1e6, 1e9])
+)
+nodes = st.builds(
+    RouteCandidate,
+    node_id=st.sampled_from([f"mini-{number}" for number in range(8)]),
+    is_local=st.booleans(),
+    state=st.sampled_from([ModelState.READY, ModelState.LOADING, ModelState.UNLOADED]),
+    load_s=st.floats(0, 60),
+    speed=speeds,
+    work=works,
+    link=links,
+    warm_tokens=st.integers(0, 4000),
+    warm_s=st.floats(0, 1),
+    is_warm_exact=st.booleans(),
+    room_tokens=st.none() | st.integers(0, 100_000),
+    age_s=st.floats(0, 60),
+    unfit=st.sampled_from(["", "", "", "it drains"]),
+)
+shelves = st.lists(nodes, min_size=1, max_size=6, unique_by=lambda node: node.node_id)
+requests = st.builds(
+    RoutedRequest,
+    prompt_tokens=st.integers(1, 20_000),
+    output_tokens=st.integers(0, 2000),
+    deadline_s=st.none() | st.floats(0.1, 100),
+    last_node=st.sampled_from(["", "mini-0", "mini-1", "mini-2"]),
+    kv_bytes_per_token=st.sampled_from([0, 10_000]),
+)
+
+
+@given(requests, shelves, st.randoms(use_true_random=False))
+@law(3600)
+def test_the_order_of_the_candidates_has_no_part_in_the_choice(request_, shelf, random) -> None:
+    mixed = list(shelf)
+    random.shuffle(mixed)
+    if all(node.unfit for node in shelf):
+        with pytest.raises(NoRoute) as one:
+            choose(request_, shelf)
+        with pytest.raises(NoRoute) as other:
+            choose(request_, mixed)
+        assert one.value.message == other.value.message
+    else:
+        assert choose(request_, shelf) == choose(request_, mixed)
+    assert set(shortlist(request_, shelf)) == set(shortlist(request_, mixed))
+
+
+def test_no_candidate_is_an_error_that_names_the_reason_of_each() -> None:
+    shelf = [
+        RouteCandidate(node_id="b", state=ModelState.STOPPED),
+        RouteCandidate(node_id="a", unfit="its context has 2048 tokens"),
+    ]
+    with pytest.raises(NoRoute) as refusal:
+        choose(REQUEST, shelf)
+    assert isinstance(refusal.value, Refused)
+    assert refusal.value.retryable
+    assert refusal.value.reasons == (
+        ("a", "its context has 2048 tokens"),
+        ("b", "the model is stopped there"),
+    )
+    assert "its context has 2048 tokens" in refusal.value.message
+    with pytest.raises(NoRoute, match="no node has the model"):
+        choose(REQUEST, [])
+
+
+def test_a_deadline_that_one_node_meets_chooses_it() -> None:
+    quick = RouteCandidate(
+        node_id="quick", speed=SPEED, warm_tokens=1900, work=QueuedWork(rows=(900,) * 7)
+    )
+    slow = RouteCandidate(node_id="slow", speed=replace(SPEED, decode_tokens_per_s=400))
+    long = replace(REQUEST, output_tokens=4000)
+    assert choose(long, [quick, slow]).node_id == "slow"
+    assert choose(replace(long, deadline_s=2.0), [quick, slow]).node_id == "quick"
+    late = choose(replace(long, deadline_s=0.01), [quick, slow])
+    assert late.node_id == "slow"
+    assert "no node is expected to meet the deadline" in late.reason
+
+
+def test_equals_stay_with_the_node_that_served_the_conversation_last() -> None:
+    shelf = [RouteCandidate(node_id=name, speed=SPEED) for name in ("a", "b", "c")]
+    assert choose(REQUEST, shelf).node_id == "a"
+    assert choose(replace(REQUEST, last_node="c"), shelf).node_id == "c"
+    shelf[1] = replace(shelf[1], is_local=True)
+    assert choose(REQUEST, shelf).node_id == "b"
+
+
+def test_a_decision_tells_its_terms_and_its_reason() -> None:
+    shelf = [
+        RouteCandidate(node_id="a", speed=SPEED, warm_tokens=1500),
+        RouteCandidate(node_id="b", speed=SPEED),
+        RouteCandidate(node_id="c", unfit="it drains"),
+    ]
+    decision = choose(REQUEST, shelf)
+    assert decision.chosen.prefill_s == pytest.approx(1.0)
+    assert decision.reason == (
+        "first token in about 1.00 s, 1500 of 2000 tokens are warm there; "
+        "the next best, b, in 4.00 s"
+    )
+    said = decision.describe()
+    assert [one["node"] for one in said["candidates"]] == ["a", "b"]
+    assert said["candidates"][0]["terms_s"]["prefill"] == 1.0
+    assert said["unfit"] == {"c": "it drains"}
