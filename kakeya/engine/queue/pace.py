@@ -7,6 +7,7 @@ on all of it, since the machine may be busy and adapters cost time. Pure: it rea
 from __future__ import annotations
 
 from kakeya.engine.model import LoadedFacts
+from kakeya.engine.queue.policy import ROUND_S
 
 _WEIGHT = 0.2
 """Weight of the newest measurement in the mean."""
@@ -24,7 +25,7 @@ class Pace:
     def __init__(self, facts: LoadedFacts) -> None:
         self._probed = self._token_s = self._context_s = 0.0
         self._factor = self._stretch = 1.0
-        self._stay_s = 0.0
+        self._round_s = self._stay_s = 0.0
         self._ends = 0
         self.learn(facts)
 
@@ -45,6 +46,11 @@ class Pace:
     def step_s(self) -> float:
         """Seconds that a token of an answer takes, alone."""
         return self._factor * self._step_s
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round of steps of all that decode; before one was measured, of a step."""
+        return self._round_s or self.step_s
 
     def prefill_s(self, start: int, end: int) -> float:
         """Seconds to compute the tokens `start <= position < end` of a prompt."""
@@ -69,6 +75,13 @@ class Pace:
             weight = min(1.0, chunk_s / _STRETCH_S)
             change = weight * (1 + steps_s / chunk_s - self._stretch)
             self._stretch += min(change, (_SURPRISE - 1) * self._stretch)
+
+    def stepped(self, seconds: float) -> None:
+        """Learn how long a round of steps took."""
+        counted_s = min(seconds, _SURPRISE * max(self._round_s, ROUND_S))
+        # By seconds: a round in which rows only ended says nothing.
+        weight = min(1.0, counted_s / _STRETCH_S) if self._round_s else 1.0
+        self._round_s += weight * (counted_s - self._round_s)
 
     def ended(self, stay_s: float) -> None:
         """Learn how long a generation had its place."""

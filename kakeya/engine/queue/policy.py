@@ -13,7 +13,8 @@ an output as it is made. Of two clients of a class that always want more, neithe
 more than EQUAL_TOKENS and the tokens of those that may run at a time (`fair_shares`).
 
 No generation starves. Within a share, a generation goes before all that arrive later than its
-prompt takes; and each FLOOR_TURNS-th place and chunk goes by age, whatever the class.
+prompt takes; and each FLOOR_TURNS-th place, and such a part of the time for chunks, goes by age,
+whatever the class.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ SPECULATIVE = CLASSES - 1
 EQUAL_TOKENS = 1024
 """Clients that differ by no more have the same share: the shorter prompt then goes first."""
 FLOOR_TURNS = 8
-"""Each so many-th place and chunk goes to the generation that waited longest."""
+"""Each so many-th place, and one of so many seconds of chunks, goes to the generation that waited
+longest."""
 AGED_S = 10.0
 """The least wait for a place by age, which goes to the oldest generation that fits. It may not be
 parked for so long, or until the next place by age: those that it overtook would park it at once."""
@@ -206,11 +208,25 @@ def weakest(running: Sequence[ClaimT]) -> ClaimT:
 # --- chunks of prompts
 
 
-def next_chunk(claims: Sequence[ClaimT], turn: int) -> ClaimT:
-    """The claim that gets the next chunk; `turn` counts the chunks computed so far."""
-    if is_turn_of_age(turn):
-        return min(claims, key=lambda claim: (claim.served, claim.number))
-    return first(claims)
+def next_chunk(
+    claims: Sequence[ClaimT], passed_s: float, chunk_s: Callable[[ClaimT], float]
+) -> tuple[ClaimT, bool]:
+    """The claim that gets the next chunk, and whether it waited longest for one.
+
+    `passed_s` are the seconds of chunks that went past those that waited longest: see `passed`.
+    By seconds, and not by number: chunks of less urgent prompts may be several times as long.
+    """
+    oldest = min(claims, key=lambda claim: (claim.served, claim.number))
+    is_due = passed_s >= (FLOOR_TURNS - 1) * chunk_s(oldest)
+    chosen = oldest if is_due else first(claims)
+    return chosen, chosen is oldest
+
+
+def passed(passed_s: float, took_s: float, *, is_oldest: bool) -> float:
+    """`passed_s` behind another chunk, which `is_oldest` says that it went by age."""
+    if is_oldest:
+        return max(0.0, passed_s - (FLOOR_TURNS - 1) * took_s)
+    return passed_s + took_s
 
 
 def has_rested(next_s: float, rested_s: float) -> bool:
@@ -234,7 +250,7 @@ def is_chunk_due(
 
 
 def is_turn_of_age(turn: int) -> bool:
-    """Whether a place or chunk goes by age; `turn` counts those given so far."""
+    """Whether a place goes by age; `turn` counts those given so far."""
     return turn % FLOOR_TURNS == FLOOR_TURNS - 1
 
 

@@ -216,12 +216,10 @@ class EngineQueue:
     # --- chunks of prompts
 
     def next_chunk(
-        self, prefilling: Sequence[QueueRow], turn: int, now_s: float, *, others_decode: bool
-    ) -> QueueRow | None:
-        """The row that gets the next chunk; None = none does, the running batch goes on.
-
-        `turn` counts the chunks computed so far.
-        """
+        self, prefilling: Sequence[QueueRow], passed_s: float, now_s: float, *, others_decode: bool
+    ) -> tuple[QueueRow | None, bool]:
+        """The row that gets the next chunk, and whether it waited longest for one; None = none
+        does, the running batch goes on. `passed_s`: see `policy`."""
         wanted = [
             row
             for row in prefilling
@@ -230,7 +228,7 @@ class EngineQueue:
         ]
         if not wanted and not others_decode:
             wanted = list(prefilling)
-        return next_chunk(wanted, turn) if wanted else None
+        return next_chunk(wanted, passed_s, self.chunk_s) if wanted else (None, False)
 
     def prompt_s(self, row: QueueRow) -> float:
         """Seconds that the rest of its prompt takes."""

@@ -19,9 +19,10 @@ from collections.abc import Callable, Collection, Sequence
 from kakeya.core.log import event
 from kakeya.engine.model import CHUNK_LIMIT_S, LEAST_CHUNK_TOKENS, PART_S, Model
 from kakeya.engine.queue.pace import Pace
-from kakeya.engine.queue.policy import ROUND_S, SPECULATIVE, is_chunk_due
+from kakeya.engine.queue.policy import ROUND_S, SPECULATIVE, is_chunk_due, passed
 from kakeya.engine.queue.queue import EngineQueue
 from kakeya.engine.queue.rows import PieceWork, QueueRow
+from kakeya.generation.request import GenerationPriority
 
 _log = logging.getLogger(__name__)
 _HELD_BACK_ROUNDS = 2
@@ -42,9 +43,12 @@ class Prefilling:
         "_ended_s",
         "_held_back",
         "_is_beside",
+        "_is_oldest",
         "_model",
         "_pace",
+        "_passed_s",
         "_queue",
+        "_round_began_s",
         "_shares",
         "_timer",
         "chunks",
@@ -68,7 +72,8 @@ class Prefilling:
         self._timer = timer
         self._shares, self._is_beside = True, False
         self._chunks_in_round = self._held_back = 0
-        self._began_s = 0.0
+        self._is_oldest, self._passed_s = False, 0.0
+        self._began_s = self._round_began_s = 0.0
         # When the last part was done; None = the time from there to the next one tells nothing.
         self._ended_s: float | None = None
 
@@ -90,23 +95,32 @@ class Prefilling:
     def begin_round(self) -> None:
         """Begin a round of the decoding rows."""
         self._chunks_in_round, self.round_s = 0, 0.0
+        self._round_began_s = self._timer()
+
+    def end_round(self) -> None:
+        """End it: the decoding rows had their turns."""
+        self._pace.stepped(self._timer() - self._round_began_s)
 
     def due(self, running: Collection[QueueRow]) -> QueueRow | None:
         """The row that gets a part before the next round; None = none does."""
         self._is_beside = is_beside = len(self.rows) < len(running)
-        row = self._queue.next_chunk(self.rows, self.chunks, self._timer(), others_decode=is_beside)
+        row, self._is_oldest = self._queue.next_chunk(
+            self.rows, self._passed_s, self._timer(), others_decode=is_beside
+        )
         if row is None or not is_beside:
             return row
         is_first_token_due = self._held_back < _HELD_BACK_ROUNDS and any(
             not one.has_first_token and not one.is_prefilling for one in running
         )
-        are_below = all(one.is_prefilling or one.priority > row.priority for one in running)
+        # Also where the next chunk goes by age, to a less urgent one.
+        urgent = min(one.priority for one in self.rows)
+        are_below = all(one.is_prefilling or one.priority > urgent for one in running)
         is_due = is_chunk_due(
             self._chunks_in_round,
             self.round_s,
             self._queue.chunk_s(row),
             # Prompts get half of the time at least, however long a step is.
-            round_s=max(ROUND_S, self._pace.step_s) * (_ROUNDS_ABOVE if are_below else 1),
+            round_s=max(ROUND_S, self._pace.round_s) * (_ROUNDS_ABOVE if are_below else 1),
             is_first_token_due=is_first_token_due,
         )
         self._held_back = 0 if is_due or self._chunks_in_round else self._held_back + 1
@@ -139,6 +153,7 @@ class Prefilling:
         took_s = now_s - self._began_s
         self.round_s += took_s
         self.spent_s += took_s
+        self._passed_s = passed(self._passed_s, took_s, is_oldest=self._is_oldest)
         if self._is_beside and self._ended_s is not None and row.priority != SPECULATIVE:
             self._pace.interleaved(took_s, self._began_s - self._ended_s)
         self._ended_s, row.chunk_ended_s = None, now_s
@@ -181,8 +196,9 @@ class Prefilling:
             self._pace.prefill_s(state.length, state.length + len(piece)) for state, piece in due
         )
         states, pieces = [state for state, _ in due], [piece for _, piece in due]
-        # While none decodes, only a cancellation waits.
-        part_s = PART_S if self._is_beside else CHUNK_LIMIT_S
+        # While none decodes, only a cancellation waits, and what is more urgent than a batch.
+        alone_s = ROUND_S if row.priority > GenerationPriority.NORMAL else CHUNK_LIMIT_S
+        part_s = PART_S if self._is_beside else alone_s
         parts = self._model.facts.parts_of(expected_s, part_s)
         # Before the forward is begun: where that fails, all of them are concerned.
         work = PieceWork(rows=rows, is_shared=len(rows) > 1, expected_s=expected_s)
@@ -194,7 +210,8 @@ class Prefilling:
         return work
 
     def _sharing(self, row: QueueRow) -> list[QueueRow]:
-        """A row, and those whose next pieces are computed in one forward with its own."""
+        """A row, and those of its class whose next pieces are computed in one forward with its own:
+        with more urgent ones, these would wait for it."""
         least, rows = self._model.facts.shares_pieces_from, [row]
         if not least or not self._shares or _tokens(row) < least:
             return rows
@@ -203,7 +220,7 @@ class Prefilling:
             for one in self.rows
             if one is not row
             and one.work is None
-            and one.priority <= row.priority
+            and one.priority == row.priority
             and _tokens(one) >= least
             and not one.ticket.cancelled
         ]

@@ -294,6 +294,7 @@ class Scheduler:
             pass
         if not self._turns:
             self._launch([row for row in self._running if row.launch is not None])
+            self._prefilling.end_round()
 
     def _only_waits(self, row: QueueRow) -> bool:
         """The turn of one row; whether it only waits for its plain step to be launched."""

@@ -38,3 +38,19 @@ def test_a_speed_that_no_probe_measured_outlives_a_check_of_the_model() -> None:
     pace.computed(100, 0.0, 1.0)
     pace.learn(replace(facts, shares_pieces_from=16))
     assert pace.prefill_s(0, 200) == 2.0
+
+
+@given(st.floats(0, 10), st.floats(0.05, 2))
+def test_the_time_of_rounds_is_learned_within_seconds(first_s: float, lasting_s: float) -> None:
+    """Whatever the first one took: the machine paused, or rows only ended in it."""
+    pace = Pace(FACTS)
+    pace.stepped(first_s)
+    for _ in range(max(10, int(5 / lasting_s))):
+        pace.stepped(lasting_s)
+        pace.stepped(0.0)
+    assert 0.9 * lasting_s <= pace.round_s <= 1.1 * lasting_s
+
+
+def test_before_a_round_was_measured_it_takes_as_long_as_a_step_alone() -> None:
+    pace = Pace(FACTS)
+    assert pace.round_s == pace.step_s == FACTS.forward_costs_s[1]

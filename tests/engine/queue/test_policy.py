@@ -28,6 +28,7 @@ from kakeya.engine.queue.policy import (
     next_chunk,
     next_place,
     parking_order,
+    passed,
     weakest,
 )
 
@@ -266,18 +267,39 @@ def test_the_holder_of_the_queue_is_passed_only_while_it_waits_for_less_urgent_w
     priority=st.integers(0, 5),
 )
 def test_no_generation_starves_for_a_chunk(rivals, priority):
-    """Each gets one in FLOOR_TURNS times as many chunks as there are prompts."""
+    """Each gets one while the others take FLOOR_TURNS times as long as one of all prompts."""
     others = [
         claim(at, client="r", priority=one, work_s=work_s)
         for at, (one, work_s) in enumerate(rivals)
     ]
     mine = claim(99, client="me", priority=priority, used=10**9, work_s=1e6)
-    for turn in range(FLOOR_TURNS * (len(others) + 1)):
-        chosen = next_chunk([*others, mine], turn)
-        chosen.served = turn + 1
+    chunks_s = {id(one): 0.01 + one.work_s / 10 for one in others} | {id(mine): 0.2}
+    passed_s = spent_s = 0.0
+    turn = 0
+    while spent_s <= FLOOR_TURNS * sum(chunks_s.values()):
+        turn += 1
+        chosen, is_oldest = next_chunk([*others, mine], passed_s, lambda one: chunks_s[id(one)])
         if chosen is mine:
             return
+        chosen.served = turn
+        took_s = chunks_s[id(chosen)]
+        passed_s = passed(passed_s, took_s, is_oldest=is_oldest)
+        spent_s += took_s
     raise AssertionError("starved")
+
+
+def test_chunks_by_age_take_their_part_of_the_time_however_long_they_are():
+    urgent, batch = claim(1, priority=2), claim(2, priority=4)
+    chunks_s = {urgent.number: 0.01, batch.number: 0.1}
+    spent_s = dict.fromkeys(chunks_s, 0.0)
+    passed_s = 0.0
+    for turn in range(1, 1000):
+        chosen, is_oldest = next_chunk([urgent, batch], passed_s, lambda one: chunks_s[one.number])
+        chosen.served = turn
+        took_s = chunks_s[chosen.number]
+        passed_s = passed(passed_s, took_s, is_oldest=is_oldest)
+        spent_s[chosen.number] += took_s
+    assert sum(spent_s.values()) / FLOOR_TURNS == pytest.approx(spent_s[batch.number], rel=0.1)
 
 
 CLAIMS = st.lists(

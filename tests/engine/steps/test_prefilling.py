@@ -7,7 +7,7 @@ import pytest
 from kakeya.core.errors import DeadlineExceeded
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.engine.model import CHUNK_LIMIT_S, PART_S
-from kakeya.engine.queue.policy import ROUND_S
+from kakeya.engine.queue.policy import FLOOR_TURNS, ROUND_S
 from kakeya.engine.steps.prefilling import MOST_TOKENS
 from kakeya.generation.request import GenerationPriority
 from tests.engine.virtual_rig import STEP_S, TOKEN_S, HashForward, VirtualRig, expected
@@ -62,6 +62,46 @@ def test_a_prompt_waits_for_few_steps_of_less_urgent_streams_and_these_go_on() -
     assert long.at_s[0] - 0.5 <= 1.3 * 1500 * TOKEN_S + 3 * step_s
     assert max(stream.gaps_s) <= 5 * step_s + PART_S
     assert stream.tokens == expected(stream.job.token_ids, 60)
+
+
+def test_a_person_waits_for_few_steps_of_a_batch_though_no_step_was_probed() -> None:
+    step_s = 6 * ROUND_S
+    rig = large(forward_costs_s={})
+    rig.model.step_s = step_s
+    batch = rig.submit(token_ids=prompt(5), max_tokens=30, priority=GenerationPriority.BATCH)
+    person = rig.submit(2.0, token_ids=prompt(500), max_tokens=2)
+    rig.run()
+    # The step that it comes in, and that of its first token.
+    assert person.at_s[0] - 2.0 <= 500 * TOKEN_S + 2 * step_s
+    assert batch.tokens == expected(batch.job.token_ids, 30)
+
+
+def test_a_person_waits_for_no_step_of_a_batch_where_a_chunk_goes_by_age() -> None:
+    """The batch's prompts have parts of half of a round, and one of its rows decodes."""
+    step_s = 3 * ROUND_S
+    rig = large(prefill_parts=10, forward_costs_s={1: step_s})
+    rig.model.step_s = step_s
+    batch = [
+        rig.submit(token_ids=prompt(length, at), max_tokens=40, priority=GenerationPriority.BATCH)
+        for at, length in enumerate((5, 2000, 2000))
+    ]
+    persons = [rig.submit(1.0 + at, token_ids=prompt(400, at), max_tokens=1) for at in range(4)]
+    rig.run()
+    part_s = PIECE * TOKEN_S / 10
+    by_age_s = 400 * TOKEN_S / (FLOOR_TURNS - 1) + part_s
+    for at, person in enumerate(persons):
+        # The unit that it comes in, and the step of its first token.
+        most_s = 400 * TOKEN_S + by_age_s + 2 * step_s
+        assert person.at_s[0] - (1.0 + at) <= most_s
+    assert all(one.tokens == expected(one.job.token_ids, 40) for one in batch)
+
+
+def test_a_batch_that_none_decodes_beside_leaves_its_prompt_soon_for_a_person() -> None:
+    rig = large()
+    rig.submit(token_ids=prompt(2000), max_tokens=2, priority=GenerationPriority.BATCH)
+    person = rig.submit(0.52, token_ids=prompt(20), max_tokens=1)
+    rig.run()
+    assert person.at_s[0] - 0.52 <= ROUND_S + 20 * TOKEN_S + STEP_S + PART_S
 
 
 def test_streams_go_on_though_the_speed_of_prompts_was_not_measured() -> None:
@@ -139,6 +179,20 @@ def test_a_less_urgent_prompt_takes_no_part_in_a_more_urgent_one_s_forward() -> 
     rig.run()
     assert rig.model.shared == [1, 1]
     assert urgent.at_s[0] < other.at_s[0]
+
+
+def test_a_less_urgent_prompt_takes_no_more_urgent_one_into_its_forward() -> None:
+    """Also where it goes by age, since urgent ones follow each other without end."""
+    rig = sharing()
+    other = rig.submit(token_ids=prompt(60, 9), max_tokens=1, priority=4)
+    each_s = 59 * TOKEN_S + STEP_S
+    urgent = [
+        rig.submit(max(0.0, at * each_s - 0.002), token_ids=prompt(60), max_tokens=1, priority=0)
+        for at in range(20)
+    ]
+    rig.run()
+    assert rig.model.shared == [1] * (len(urgent) + 1)
+    assert other.at_s[0] < urgent[-1].at_s[0]
 
 
 def test_one_that_leaves_a_shared_forward_holds_nobody_up() -> None:
