@@ -33,8 +33,8 @@ from scripts.agents import RUNS, run_agent
 CLOUD = "cloud:west/kakeya-tiny"
 CONFIG = """
 [models]
-serve = ["{tools}", "kakeya-tiny"{gguf}{art}]
-
+serve = ["{tools}", "kakeya-tiny"{gguf}]
+{art}
 [clouds.west]
 url = "http://{cloud}/v1"
 
@@ -44,6 +44,11 @@ candidates = [{write}, "{model}"]
 [tasks.titles]
 candidates = ["kakeya-tiny", "{tools}"]
 priority = "low"
+"""
+ART = """
+[models.art]
+path = "{folder}"
+may_displace_text = true
 """
 _LIMIT_S = 600.0
 _SPARE = 1.05
@@ -77,7 +82,7 @@ def config(cloud: str, art: Path | None) -> str:
         tools=TOOLS,
         model=CLOUD,
         gguf="".join(f', "{one}"' for one in gguf),
-        art=f', "art={art}"' if art else "",
+        art=ART.format(folder=art) if art else "",
         write='"story", "kakeya-tiny"' if gguf else '"kakeya-tiny"',
     )
 
@@ -173,12 +178,21 @@ async def guarded(http: str, upstream: str, waits: Waits) -> int:
     return before
 
 
-async def lent(http: str) -> tuple[int, int]:
-    """The bytes that all models take together, each once in memory, and those of the largest."""
+async def lent(http: str, art: Path | None) -> tuple[int, int]:
+    """The bytes that all models take together, each once in memory, and the most that one needs:
+    a node that has not measured it yet goes by its estimate."""
+    waits = Waits()
+    await clients(http, waits, 3)
+    if art:
+        await images(http, waits)
+    if waits.lost:
+        raise RuntimeError(f"a node with room for all models does not answer: {waits.lost}")
     async with httpx.AsyncClient(base_url=f"http://{http}", timeout=_LIMIT_S) as plain:
         memory = (await plain.get("/api/v1/status")).json()["memory"]
-    sizes = [one["lent_bytes"] for one in memory["residents"]]
-    return sum(sizes), max(sizes)
+    residents = memory["residents"]
+    needs = [max(one["lent_bytes"], one["estimate_bytes"]) for one in residents]
+    print({one["model"]: one["lent_bytes"] >> 20 for one in residents}, "MB", flush=True)
+    return sum(one["lent_bytes"] for one in residents), max(needs)
 
 
 async def run(count: int, art: Path | None) -> None:
@@ -191,8 +205,7 @@ async def run(count: int, art: Path | None) -> None:
             node = ["--config", str(file)]
             async with NodeProcess(folder / "whole", *node) as whole:
                 await wait_ready(whole)
-                await asyncio.sleep(30.0)  # until all that has room is loaded
-                total, largest = await lent(whole.http)
+                total, largest = await lent(whole.http, art)
             budget = max(total // 2, int(largest * _SPARE))
             node += ["--memory-budget", str(budget >> 20)]
             async with NodeProcess(folder / "half", *node) as half:

@@ -48,7 +48,7 @@ from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.manifest import Category
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
-from kakeya.generation.waiting import RequestWait, WaitReason
+from kakeya.generation.waiting import RequestWait
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
@@ -173,10 +173,7 @@ class ResidentModel:
         if self.backend is not None and (load := self.backend.waits_for()):
             left_s = self._memory.load_left_s(self.capability, self.model_id)
             return replace(load, seconds=left_s or None)
-        place = self._memory.place_of(self.capability, self.model_id)
-        if place is None:
-            return None
-        return RequestWait(reason=WaitReason.MEMORY, model_id=self.model_id, position=place)
+        return self._memory.wait_of(self.capability, self.model_id)
 
     def load_status(self, now_mono: float) -> Json | None:
         """Return how far the load of the model is, as JSON; None while it does not load."""

@@ -20,6 +20,7 @@ from kakeya.core.tasks import is_cancelled
 from kakeya.dispatch.job import Job, fault_text, json_bytes
 from kakeya.dispatch.jobs import JobKind, JobQueue, Tell
 from kakeya.generation.caller import PRIORITIES
+from kakeya.generation.waiting import WaitTeller
 from kakeya.memory.api import MemoryArbiter, Terms
 from kakeya.memory.arbiter.capability import progress_to
 from kakeya.memory.arbiter.plan import FOREVER
@@ -100,13 +101,13 @@ class Capabilities:
             )
         return found
 
-    async def run(self, call: CapabilityCall) -> bytes:
-        """Run a request; returns its result as JSON.
+    async def run(self, call: CapabilityCall, wait: WaitTeller) -> bytes:
+        """Run a request; returns its result as JSON. `wait` tells for what it waits.
 
         Raises CapabilityNotFound, the errors of `MemoryArbiter.request`, CapabilityFailed for what
         else a plug-in raises, and ResultNotJson.
         """
-        return await asyncio.to_thread(json_bytes, await self._result(call))
+        return await asyncio.to_thread(json_bytes, await self._result(call, wait))
 
     def submit(self, call: CapabilityCall, owner: str) -> Job:
         """Make a job of a request. Raises CapabilityNotFound, NotFound for a model that the
@@ -118,11 +119,12 @@ class Capabilities:
             KIND, call.to_json(), owner=owner, may_repeat=capability.may_repeat
         )
 
-    async def _result(self, call: CapabilityCall) -> object:
+    async def _result(self, call: CapabilityCall, wait: WaitTeller) -> object:
         self._check(call)
         terms = Terms(
             priority=REQUEST_PRIORITIES[PRIORITIES[call.priority]],
             timeout_s=FOREVER if call.timeout_s is None else call.timeout_s,
+            wait=wait,
         )
         try:
             return await self._arbiter.request(call.capability, call.model, call.payload, terms)
@@ -136,9 +138,9 @@ class Capabilities:
             _log.debug("traceback", exc_info=fault)
             raise CapabilityFailed(f"{call.capability} failed: {fault_text(fault)}") from fault
 
-    async def _work(self, job: Job, tell: Tell) -> object:
+    async def _work(self, job: Job, tell: Tell, wait: WaitTeller) -> object:
         with progress_to(tell):
-            return await self._result(CapabilityCall(**json.loads(job.request)))
+            return await self._result(CapabilityCall(**json.loads(job.request)), wait)
 
     def _names(self) -> list[str]:
         return [report.capability for report in self._host.plugins if report.capability]

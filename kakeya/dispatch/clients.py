@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kakeya.core.errors import Refused
 from kakeya.core.figures import Json
-from kakeya.generation.waiting import WaitTeller
+from kakeya.generation.waiting import RequestWait, WaitTeller
 
 MOST_CLIENTS = 1024
 FORGET_S = 3600.0
@@ -78,12 +78,17 @@ class ClientRequest:
             self._client.waiting -= 1
             self._client.running += 1
 
+    @property
+    def wait(self) -> RequestWait | None:
+        """For what it waits; None = its answer has begun, or nothing is told of it."""
+        return None if self.has_begun or self.label is None else self.label.wait.ask()
+
     def as_json(self, now: float) -> Json:
         """For status and `kakeya explain`."""
         label = self.label
         if label is None:
             return {}
-        wait = None if self.has_begun else label.wait.ask()
+        wait = self.wait
         return {
             "id": label.request_id,
             "model": label.model_id,
@@ -150,6 +155,11 @@ class Clients:
         """A request that is here, by its id with any prefix: its client, and what is told of it."""
         found = self._inside.get(request_id[-ID_CHARS:])
         return None if found is None else (found[0], found[2].as_json(self._mono()))
+
+    def wait_of(self, request_id: str) -> RequestWait | None:
+        """For what a request that is here waits, by its id with any prefix; None = for nothing."""
+        found = self._inside.get(request_id[-ID_CHARS:])
+        return None if found is None else found[2].wait
 
     def waiting(self) -> Sequence[Json]:
         """The requests with a label that wait for their answer to begin, the oldest first."""

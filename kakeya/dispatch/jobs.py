@@ -1,7 +1,8 @@
 """Jobs: slow work that a caller submits, looks at later, and may cancel.
 
-    async def draw(job: Job, tell: Tell) -> object:        # one kind of work
+    async def draw(job: Job, tell: Tell, wait: WaitTeller) -> object:   # one kind of work
         wish = json.loads(job.request)                     # what was submitted
+        wait.ask = model.waits_for                         # told while nothing else is
         for step in range(20):
             ...                                            # ends soon when it is cancelled
             tell((step + 1) / 20, f"step {step + 1} of 20")
@@ -54,6 +55,7 @@ from kakeya.dispatch.job import (
     outdated,
 )
 from kakeya.dispatch.job_store import FILE, JobStore, JobWriter
+from kakeya.generation.waiting import WaitTeller
 from kakeya.memory.arbiter.keeper import FORCE_S, cancelled
 
 _log = logging.getLogger(__name__)
@@ -73,11 +75,11 @@ class JobNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKind:
-    """One kind of work. `run` raises a KakeyaError as the error of its job; `concurrency` jobs of
-    the kind run at a time."""
+    """One kind of work. `run` raises a KakeyaError as the error of its job; until it tells how far
+    it is, its `WaitTeller` says for what it waits. `concurrency` jobs of the kind run at a time."""
 
     name: str
-    run: Callable[[Job, Tell], Awaitable[object]]
+    run: Callable[[Job, Tell, WaitTeller], Awaitable[object]]
     concurrency: int = 4
 
 
@@ -89,6 +91,15 @@ class _Entry:
     due_mono: float = -math.inf
     tried_mono: float | None = None  # when the first try began
     is_forgotten: bool = False
+    wait: WaitTeller = field(default_factory=lambda: WaitTeller(lambda: None))
+
+    @property
+    def seen(self) -> Job:
+        """The job, with what it waits for where it runs and has told nothing else."""
+        waits_for = self.wait.describe() if self.job.state is JobState.RUNNING else ""
+        if self.job.phrase or not waits_for:
+            return self.job
+        return replace(self.job, phrase=line_of(f"it waits: {waits_for}"))
 
 
 class JobQueue:
@@ -172,18 +183,18 @@ class JobQueue:
 
     def find(self, job_id: str, owner: str | None) -> Job:
         """A job as it is now. Raises JobNotFound, also for a job of another owner."""
-        return self._find(job_id, owner).job
+        return self._find(job_id, owner).seen
 
     def list_jobs(self, owner: str | None) -> list[Job]:
         """The jobs of an owner, the last that was submitted first."""
-        found = (one.job for one in reversed(self._entries.values()) if not one.is_forgotten)
+        found = (one.seen for one in reversed(self._entries.values()) if not one.is_forgotten)
         return [job for job in found if owner in (None, job.owner)]
 
     async def ended(self, job_id: str, owner: str | None, wait_s: float) -> Job:
         """A job once it has ended, or after `wait_s`, or as this node stops. Raises JobNotFound."""
         entry = self._find(job_id, owner)
         await sleep_or_wake(self._clock, wait_s, entry.over)
-        return entry.job
+        return entry.seen
 
     def cancel(self, job_id: str, owner: str | None) -> Job:
         """End a job, unless it has ended. Raises JobNotFound."""
@@ -263,6 +274,7 @@ class JobQueue:
             replace(entry.job, state=JobState.RUNNING, started_at=started_at, phrase=""),
         )
         entry.tried_mono = now if entry.tried_mono is None else entry.tried_mono
+        entry.wait = WaitTeller(lambda: None)
         entry.task = asyncio.get_running_loop().create_task(self._work(entry))
         entry.task.add_done_callback(lambda task: self._worked(entry, task))
 
@@ -277,7 +289,7 @@ class JobQueue:
         try:
             if not job.may_repeat:
                 await self._writer.flush()
-            result = await self._kinds[job.kind].run(job, self._teller(entry))
+            result = await self._kinds[job.kind].run(job, self._teller(entry), entry.wait)
             written = await asyncio.to_thread(json_bytes, result)
         except (Exception, asyncio.CancelledError) as fault:  # it ends this job, and nothing else
             if is_cancelled():

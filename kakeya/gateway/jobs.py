@@ -38,6 +38,7 @@ from kakeya.gateway.openai.generation_params import MODEL
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openapi import BodyRoute
+from kakeya.generation.waiting import WaitTeller
 
 MOST_WAIT_S = 300.0
 MOST_TIMEOUT_S = 86400.0
@@ -98,9 +99,10 @@ class CapabilityRoute:
                 await self._jobs.kept()
                 await send_json(send, 202, job_body(job), {"location": f"{JOBS}/{job.job_id}"})
                 return
-            async with self._generations.connection(receive, send) as connection:
+            wait = WaitTeller(lambda: None)
+            async with self._generations.connection(receive, send, wait) as connection:
                 use.begin()
-                result = await self._capabilities.run(call)
+                result = await self._capabilities.run(call, wait)
                 connection.finish()
         head = {"object": "capability.result", "capability": call.capability, "model": call.model}
         await send_json(send, 200, compact(head)[:-1] + b',"result":' + result + b"}")

@@ -10,7 +10,7 @@ from typing import Protocol
 from kakeya.generation.facts import ModelState
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import GenerationPriority
-from kakeya.generation.waiting import RequestWait
+from kakeya.generation.waiting import RequestWait, WaitTeller
 
 Tell = Callable[[float, str], None]
 """Hears how far an image is: a share from 0 to 1, and a phrase such as "step 3 of 20"."""
@@ -88,9 +88,11 @@ class ImageModel(Protocol):
         memory; None = nothing."""
         ...
 
-    async def draw(self, request: ImageRequest, tell: Tell) -> tuple[DrawnImage, ...]:
-        """Draw the images of a request; `tell` hears of each step. Cancelling it stops the work at
-        the end of a step.
+    async def draw(
+        self, request: ImageRequest, tell: Tell, wait: WaitTeller | None = None
+    ) -> tuple[DrawnImage, ...]:
+        """Draw the images of a request; `tell` hears of each step, and `wait` tells until the first
+        one for what the request waits. Cancelling it stops the work at the end of a step.
 
         The model is loaded if needed. Raises PeerUnavailable if its process dies, PeerError for a
         fault in the pipeline, MemoryRefused where the process has no room for so large an image,

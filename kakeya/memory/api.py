@@ -33,14 +33,23 @@ from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.core.units import MIB
+from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.memory.arbiter.arbiter import Arbiter
 from kakeya.memory.arbiter.capability import Capability
 from kakeya.memory.arbiter.events import Event, EventListeners, Evicted, MemoryPressure
-from kakeya.memory.arbiter.handle import PLAIN, Handle, LiveModels, Terms
+from kakeya.memory.arbiter.handle import Handle, LiveModels
 from kakeya.memory.arbiter.keeper import FORCE_S, Keeper, TenantSource, within
-from kakeya.memory.arbiter.plan import FOREVER, Ask, Reason, Snapshot
+from kakeya.memory.arbiter.plan import FOREVER, PLAIN, Ask, Reason, Snapshot, Terms
 from kakeya.memory.arbiter.policy import PressureLevel, Rules
-from kakeya.memory.arbiter.resident import ROOM, VISION, LeaseId, Resident, ResidentKey, Role
+from kakeya.memory.arbiter.resident import (
+    ROOM,
+    VISION,
+    LeaseId,
+    Resident,
+    ResidentKey,
+    Role,
+    State,
+)
 from kakeya.memory.arbiter.runner import Runner
 from kakeya.memory.embeddings import TENANT, VisionEmbedding, VisionEmbeddingCache
 from kakeya.memory.machine.pressure import Reading
@@ -80,7 +89,7 @@ class MemoryArbiter:
         self._embeddings = embeddings or VisionEmbeddingCache(mono=clock.mono)
         self._keeper.add_tenant(self._embeddings)
         self._listeners.add(self._forget_images)
-        self._runner = Runner(clock=clock, listeners=self._listeners)
+        self._runner = Runner(clock=clock, listeners=self._listeners, rules=rules or Rules())
         self._tasks: Supervisor | None = None
         self._is_over = False
 
@@ -159,7 +168,7 @@ class MemoryArbiter:
         """
         key = self._key(capability, model_key)
         lease = self._arbiter.lend(key, terms.priority, self._clock.mono())
-        return None if lease is None else Handle(self, key, lease)
+        return None if lease is None else Handle(self, key, lease, terms)
 
     def on_event(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Tell `listener` of events until the returned function is called."""
@@ -295,13 +304,21 @@ class MemoryArbiter:
         """One resident of the ledger; None = it is not in memory."""
         return self._arbiter.find(ResidentKey(capability, model_key))
 
-    def place_of(self, capability: str, model_key: str) -> int | None:
-        """The place of a model in the line for memory, from 1; None = it is not in it."""
-        return self._arbiter.place_of(ResidentKey(capability, model_key), self._clock.mono())
-
     def load_left_s(self, capability: str, model_key: str) -> float:
         """Seconds until a model is loaded, by its measured loads; 0 = it is, or not known."""
         return self._live.left_s(ResidentKey(capability, model_key))
+
+    def wait_of(self, capability: str, model_key: str) -> RequestWait | None:
+        """For what a request for a model waits now, its load or memory; None = for neither."""
+        resident = self.find(capability, model_key)
+        if resident is not None and resident.state is State.LOADING:
+            left_s = self.load_left_s(capability, model_key) or None
+            return RequestWait(reason=WaitReason.LOAD, model_id=model_key, seconds=left_s)
+        key = ResidentKey(capability, model_key)
+        place = self._arbiter.place_of(key, self._clock.mono())
+        if place is None:
+            return None
+        return RequestWait(reason=WaitReason.MEMORY, model_id=model_key, position=place)
 
     def would_grant(self, capability: str, model_key: str) -> bool:
         """Whether a request of normal priority would be served now or in its turn, without
@@ -353,10 +370,10 @@ class MemoryArbiter:
             raise errors.Conflict(f"{key} is gone: the arbiter was shut down")
         return self._live.backends[key]
 
-    async def run_held(self, key: ResidentKey, payload: object) -> object:
+    async def run_held(self, key: ResidentKey, payload: object, terms: Terms) -> object:
         """Run a request on a leased key."""
         capability = self._capabilities[key.capability]
-        return await self._runner.run(key, capability, self.backend(key), payload)
+        return await self._runner.run(key, capability, self.backend(key), payload, terms)
 
     def retain(self, lease: LeaseId) -> LeaseId:
         """Add a lease beside one that is held."""
@@ -423,13 +440,15 @@ class MemoryArbiter:
     async def _serve(
         self, key: ResidentKey, payload: object, terms: Terms, deadline_mono: float
     ) -> object:
-        async with self._runner.turn_to_ask(key, self._capabilities[key.capability]):
-            with await self._handle(key, terms, deadline_mono):
-                return await self.run_held(key, payload)
+        async with self._runner.turn_to_ask(key, self._capabilities[key.capability], terms):
+            with await self._handle(key, terms, deadline_mono) as handle:
+                return await handle.run(payload)
 
     async def _handle(self, key: ResidentKey, terms: Terms, deadline_mono: float) -> Handle:
+        if terms.wait is not None:
+            terms.wait.ask = partial(self.wait_of, *key)
         lease = await self._keeper.lease(self._ask(key, terms, deadline_mono))
-        return Handle(self, key, lease)
+        return Handle(self, key, lease, terms)
 
     async def _end_by_force(self) -> None:
         await self._runner.cancel_all()

@@ -34,8 +34,11 @@ async def test_a_first_load_waits_at_the_urgency_of_its_request() -> None:
 
         waits = [wait(FIRST, GenerationPriority.BATCH), wait(SECOND, GenerationPriority.URGENT)]
         await until(lambda: len(memory.status().waiting) == 2)
-        assert memory.place_of(TEXT, "second") == 1
-        assert memory.place_of(TEXT, "first") == 2
+        told = [memory.wait_of(TEXT, model_id) for model_id in ("second", "first")]
+        assert [wait and wait.describe() for wait in told] == [
+            "1st for memory, second",
+            "2nd for memory, first",
+        ]
         for one in waits:
             one.cancel()
         await asyncio.gather(*waits, return_exceptions=True)

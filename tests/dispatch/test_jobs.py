@@ -22,6 +22,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.dispatch.job import MOST_CRASHES, PATIENCE_S, Job, JobState
 from kakeya.dispatch.job_store import FILE, JobStore
 from kakeya.dispatch.jobs import JobKind, JobNotFound, JobQueue, Tell
+from kakeya.generation.waiting import WaitTeller
 from tests.fakes import FakeClock
 from tests.waiting import until
 
@@ -35,7 +36,7 @@ class Work:
         self.cancelled: list[str] = []
         self.faults: list[BaseException] = []
 
-    async def run(self, job: Job, tell: Tell) -> object:
+    async def run(self, job: Job, tell: Tell, wait: WaitTeller) -> object:
         self.begun.append(job.job_id)
         tell(0.5, "half of it")
         try:

@@ -175,6 +175,28 @@ async def submitted(served: Served, payload: object, **headers: str) -> str:
     return str(job["id"])
 
 
+async def test_a_job_that_waits_in_the_arbiter_says_for_what() -> None:
+    async with hosting() as served:
+        running, waiting = [await submitted(served, "wait") for _ in range(2)]
+        await until(lambda: Reranker.begun)
+
+        async def phrase(job_id: str) -> tuple[str, str]:
+            job = (await served.http.get(f"/api/v1/jobs/{job_id}")).json()
+            return job["state"], job["progress"]["phrase"]
+
+        for _ in range(400):
+            if (await phrase(waiting))[1]:
+                break
+            await asyncio.sleep(0.01)
+        assert await phrase(waiting) == ("running", "it waits: 1st for a place, small")
+        assert (await phrase(running))[1] == "a quarter is read ?"
+        Reranker.gate.set()
+        for job_id in (running, waiting):
+            path = f"/api/v1/jobs/{job_id}"
+            job = (await served.http.get(path, params={"wait_s": 60})).json()
+            assert (job["state"], job["progress"]["phrase"]) == ("done", "")
+
+
 async def test_a_job_is_polled_and_its_progress_seen() -> None:
     async with hosting() as served:
         job_id = await submitted(served, "wait")

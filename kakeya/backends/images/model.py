@@ -1,8 +1,8 @@
 """An image model of this node, in memory or not: the object that callers keep while workers come
 and go.
 
-    draw      holds a lease while it waits for its turn and draws; an absent model waits in the
-              arbiter's queue until it is loaded
+    draw      holds a lease while it waits for its turn and draws, the most urgent first; an absent
+              model waits in the arbiter's queue until it is loaded
     death     of a worker fails the request that it draws; the next one starts another worker, and
               without one the model leaves memory
     failed    a model that cannot be loaded is not tried again for a while
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kakeya.backends.engine.process import Command
@@ -26,7 +27,7 @@ from kakeya.generation.image import DrawnImage, ImageRequest, Tell
 from kakeya.generation.manifest import Category
 from kakeya.generation.progress import LoadProgress
 from kakeya.generation.spec import ModelSpec
-from kakeya.generation.waiting import RequestWait, WaitReason
+from kakeya.generation.waiting import RequestWait, WaitReason, WaitTeller
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import progress_to, report_progress
 from kakeya.memory.arbiter.resident import State
@@ -116,21 +117,24 @@ class ResidentPipeline:
             return RequestWait(
                 reason=WaitReason.LOAD, model_id=self.model_id, seconds=left_s, progress=self._at
             )
-        place = self._memory.place_of(IMAGE, self.model_id)
-        if place is None:
-            return None
-        return RequestWait(reason=WaitReason.MEMORY, model_id=self.model_id, position=place)
+        return self._memory.wait_of(IMAGE, self.model_id)
 
-    async def draw(self, request: ImageRequest, tell: Tell) -> tuple[DrawnImage, ...]:
+    async def draw(
+        self, request: ImageRequest, tell: Tell, wait: WaitTeller | None = None
+    ) -> tuple[DrawnImage, ...]:
         """See `ImageModel`."""
         if self._pause_s > 0:
             raise PeerUnavailable(
                 f"model {self.model_id} is failed: {self._reason}; it is tried again later",
                 retry_after_s=max(1.0, self._pause_s),
             )
+        line = WaitTeller(self.waits_for)
+        if wait is not None:
+            wait.ask = partial(self._told, line)
         terms = replace(
             terms_within(self._setup.patience_s, request.priority),
             may_displace_text=self.manifest.may_displace_text,
+            wait=line,
         )
         self._asking += 1
         try:
@@ -217,6 +221,12 @@ class ResidentPipeline:
     @property
     def _pause_s(self) -> float:
         return self._failed_until_mono - self._clock.mono()
+
+    def _told(self, line: WaitTeller) -> RequestWait | None:
+        """For what a request waits, with how far the load is."""
+        wait = line.ask()
+        is_load = wait is not None and wait.reason is WaitReason.LOAD
+        return self.waits_for() if is_load else wait
 
     def _progressed(self, progress: LoadProgress) -> None:
         self._at = progress.describe()

@@ -212,14 +212,14 @@ class ImageRoute:
             with self._crowd.member(share, asked.user, full):
                 wait = WaitTeller(model.waits_for)
                 async with generations.connection(receive, send, wait) as connection:
-                    drawn = await model.draw(request, begun)
+                    drawn = await model.draw(request, begun, wait)
                     base = URL(scope=scope).replace(query="")
                     show = partial(self._url, base) if asked.form == "url" else _base64
                     answer = await asyncio.to_thread(self._answer, drawn, show)
                     connection.finish()
         await send_json(send, 200, compact(answer))
 
-    async def _work(self, job: Job, tell: Tell) -> object:
+    async def _work(self, job: Job, tell: Tell, wait: WaitTeller) -> object:
         """Draw for a job. Raises as `ImageModel.draw`, and ModelNotFound."""
         asked = json.loads(job.request)
         model = self._find(asked.pop("model"))
@@ -228,7 +228,7 @@ class ImageRoute:
             **asked | {"priority": GenerationPriority(asked["priority"])},
             size=None if size is None else (size[0], size[1]),
         )
-        drawn = await model.draw(request, tell)
+        drawn = await model.draw(request, tell, wait)
         return await asyncio.to_thread(self._answer, drawn, _base64)
 
     def _find(self, model_id: str) -> ImageModel:

@@ -1,39 +1,19 @@
-"""The handle of a leased model, the terms of a lease, and the table of live models."""
+"""The handle of a leased model, and the table of live models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.memory.arbiter.capability import Capability, Loaded
-from kakeya.memory.arbiter.plan import FOREVER
-from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, ResidentKey, Warmth
+from kakeya.memory.arbiter.plan import PLAIN, Terms
+from kakeya.memory.arbiter.resident import LeaseId, ResidentKey
 from kakeya.memory.arbiter.runner import Timings
 
 _LOADS_KEPT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """Terms of a caller for its lease.
-
-    `timeout_s` covers waiting, loading and running. `warmth` overrides the capability's for the
-    model from now on. `may_displace_text` lets the load take the room of idle text models. `run_s`
-    is what a caller that runs the model by itself needs after a load, as measured; 0 = not known.
-    """
-
-    priority: RequestPriority = RequestPriority.NORMAL
-    timeout_s: float = FOREVER
-    warmth: Warmth | None = None
-    may_displace_text: bool = False
-    run_s: float = 0.0
-
-
-PLAIN = Terms()
 
 
 class LiveModels:
@@ -90,7 +70,7 @@ class Lender(Protocol):
         """The live model of a leased key."""
         ...
 
-    async def run_held(self, key: ResidentKey, payload: object) -> object:
+    async def run_held(self, key: ResidentKey, payload: object, terms: Terms) -> object:
         """Run a request on a leased key."""
         ...
 
@@ -107,10 +87,13 @@ class Handle:
     """The right to use a model until its release. Each handle is released once; further releases
     do nothing."""
 
-    __slots__ = ("_lease", "_lender", "key")
+    __slots__ = ("_lease", "_lender", "_terms", "key")
 
-    def __init__(self, lender: Lender, key: ResidentKey, lease: LeaseId) -> None:
+    def __init__(
+        self, lender: Lender, key: ResidentKey, lease: LeaseId, terms: Terms = PLAIN
+    ) -> None:
         self.key = key
+        self._terms = terms
         self._lender = lender
         self._lease: LeaseId | None = lease
 
@@ -132,18 +115,20 @@ class Handle:
         return self._lender.backend(self.key)
 
     async def run(self, payload: object) -> object:
-        """Run a request in the model's lane. Raises Conflict after the release, and QueueFull.
+        """Run a request in the model's lane, at the priority of the lease. Raises Conflict after
+        the release, and QueueFull.
 
         A run that has begun, or waits for its turn, holds the model although the handle is released
         meanwhile.
         """
         self._held("run")
         with self.retain():
-            return await self._lender.run_held(self.key, payload)
+            return await self._lender.run_held(self.key, payload, self._terms)
 
     def retain(self) -> Handle:
         """Make another handle of the same model, with a release of its own."""
-        return Handle(self._lender, self.key, self._lender.retain(self._held("retain")))
+        lease = self._lender.retain(self._held("retain"))
+        return Handle(self._lender, self.key, lease, self._terms)
 
     def release(self) -> None:
         """Give the model back."""

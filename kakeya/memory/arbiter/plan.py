@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kakeya.core import errors
+from kakeya.generation.waiting import WaitTeller
 from kakeya.memory.arbiter.policy import PressureLevel, ShrinkTenant, Tenant
 from kakeya.memory.arbiter.resident import (
     COLD,
@@ -59,6 +60,27 @@ class Ask:
                 f"{self.key} is estimated at {self.estimate_bytes} bytes; 0 or more is needed",
                 param="estimate_bytes",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Terms of a caller for its lease.
+
+    `timeout_s` covers waiting, loading and running. `warmth` overrides the capability's for the
+    model from now on. `may_displace_text` lets the load take the room of idle text models. `run_s`
+    is what a caller that runs the model by itself needs after a load, as measured; 0 = not known.
+    `wait` is told for what the request waits at each moment, until its run begins.
+    """
+
+    priority: RequestPriority = RequestPriority.NORMAL
+    timeout_s: float = FOREVER
+    warmth: Warmth | None = None
+    may_displace_text: bool = False
+    run_s: float = 0.0
+    wait: WaitTeller | None = None
+
+
+PLAIN = Terms()
 
 
 @dataclass(frozen=True, slots=True)

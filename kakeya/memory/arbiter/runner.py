@@ -3,22 +3,26 @@
 A model has two lanes of `concurrency` places. A request first takes a turn to ask for its lease,
 then, with the lease, a turn to run; a handle has a lease and only takes turns to run. So the holder
 of a model waits for other holders, never for a request without a lease; and requests in line for a
-turn keep no other model out of memory.
+turn keep no other model out of memory. In a lane the most urgent request is next, age included.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 
 from kakeya.core import errors
 from kakeya.core.clock import Clock
+from kakeya.generation.waiting import RequestWait, WaitReason, WaitTeller
 from kakeya.memory.arbiter.capability import Capability
 from kakeya.memory.arbiter.events import CapabilityRun, EventListeners
 from kakeya.memory.arbiter.keeper import FORCE_S, cancelled
-from kakeya.memory.arbiter.resident import ResidentKey
+from kakeya.memory.arbiter.plan import Terms
+from kakeya.memory.arbiter.policy import Rules, ticket_rank
+from kakeya.memory.arbiter.resident import RequestPriority, ResidentKey
 
 _RUNS_KEPT_S = 60.0
 
@@ -40,41 +44,119 @@ class Timings:
         return max((s for at, s in self._taken if now - at <= self._keep_s), default=None)
 
 
-class Lane:
-    """The runs on one model: `concurrency` at a time, first come first served, a bounded queue."""
+@dataclass(slots=True, eq=False)
+class _LaneTicket:
+    """A request in line; `turn` is set once it has a place."""
 
-    def __init__(self, name: str, concurrency: int, max_waiting: int) -> None:
-        self._name = name
-        self._free = asyncio.Semaphore(concurrency)
-        self._limit = concurrency + max_waiting
-        self._inside = 0
+    priority: RequestPriority
+    since_mono: float
+    turn: asyncio.Future[None]
+
+
+class Lane:
+    """The runs on one model: `concurrency` at a time, the most urgent first, a bounded queue.
+
+    A waiting request gains a class of urgency each `Rules.age_s`, or in the time of a run where
+    that is longer: else long runs would soon make all requests equal.
+    """
+
+    def __init__(
+        self,
+        key: ResidentKey,
+        capability: Capability,
+        rules: Rules,
+        *,
+        mono: Callable[[], float],
+        usual_s: Callable[[], float | None],
+    ) -> None:
+        """`usual_s` tells how long a run takes, where known."""
+        self._key = key
+        self._places = self._free = capability.concurrency
+        self._most_waiting = capability.max_waiting
+        self._rules = rules
+        self._mono = mono
+        self._usual_s = usual_s
+        self._line: list[_LaneTicket] = []
 
     @asynccontextmanager
-    async def turn(self, run_s: float | None) -> AsyncIterator[None]:
-        """Wait for a turn. Raises QueueFull; `run_s` is how long a run takes, where known."""
-        if self._inside >= self._limit:
-            raise errors.QueueFull(
-                f"{self._inside} requests wait for {self._name} already; ask again later",
-                retry_after_s=run_s,
-            )
-        self._inside += 1
+    async def turn(self, priority: RequestPriority, wait: WaitTeller | None) -> AsyncIterator[None]:
+        """Wait for a turn; `wait` tells of it meanwhile. Raises QueueFull."""
+        await self._enter(priority, wait)
+        if wait is not None:
+            wait.ask = lambda: None
         try:
-            async with self._free:
-                yield
+            yield
         finally:
-            self._inside -= 1
+            self._give_on()
 
     @property
     def is_empty(self) -> bool:
         """Whether no request runs or waits."""
-        return self._inside == 0
+        return self._free == self._places
+
+    async def _enter(self, priority: RequestPriority, wait: WaitTeller | None) -> None:
+        if self._free:  # so no request waits
+            self._free -= 1
+            return
+        if len(self._line) >= self._most_waiting:
+            raise errors.QueueFull(
+                f"{self._places + len(self._line)} requests wait for {self._key} already; ask "
+                "again later",
+                retry_after_s=self._usual_s(),
+            )
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ticket = _LaneTicket(priority, self._mono(), turn)
+        self._line.append(ticket)
+        if wait is not None:
+            wait.ask = lambda: self._wait_of(ticket)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if ticket in self._line:
+                self._line.remove(ticket)
+            else:  # it got its place at the moment of the cancellation
+                self._give_on()
+            raise
+
+    def _give_on(self) -> None:
+        """Give a place to the next request, if one waits."""
+        if not self._line:
+            self._free += 1
+            return
+        ticket = self._in_order()[0]
+        self._line.remove(ticket)
+        ticket.turn.set_result(None)
+
+    def _in_order(self) -> list[_LaneTicket]:
+        """The line in the order of service; equals in that of their arrival."""
+        now = self._mono()
+        rules = replace(self._rules, age_s=max(self._rules.age_s, self._usual_s() or 0.0))
+        return sorted(
+            self._line,
+            key=lambda one: (
+                ticket_rank(one.priority, now - one.since_mono, rules),
+                one.since_mono,
+            ),
+        )
+
+    def _wait_of(self, ticket: _LaneTicket) -> RequestWait | None:
+        if ticket not in self._line:
+            return None
+        place, run_s = self._in_order().index(ticket) + 1, self._usual_s()
+        return RequestWait(
+            reason=WaitReason.PLACE,
+            model_id=self._key.model_key,
+            position=place,
+            seconds=run_s and run_s * place / self._places,
+        )
 
 
 class Runner:
     """All lanes and runs of one arbiter."""
 
-    def __init__(self, *, clock: Clock, listeners: EventListeners) -> None:
+    def __init__(self, *, clock: Clock, listeners: EventListeners, rules: Rules) -> None:
         self._clock = clock
+        self._rules = rules
         self._listeners = listeners
         self._asking: dict[ResidentKey, Lane] = {}
         self._running: dict[ResidentKey, Lane] = {}
@@ -88,17 +170,22 @@ class Runner:
         return None if times is None else times.longest_s(self._clock.mono())
 
     def turn_to_ask(
-        self, key: ResidentKey, capability: Capability
+        self, key: ResidentKey, capability: Capability, terms: Terms
     ) -> AbstractAsyncContextManager[None]:
         """Wait until a request may ask for its lease. Raises QueueFull."""
-        return self._turn(self._asking, key, capability)
+        return self._turn(self._asking, key, capability, terms)
 
     async def run(
-        self, key: ResidentKey, capability: Capability, backend: object, payload: object
+        self,
+        key: ResidentKey,
+        capability: Capability,
+        backend: object,
+        payload: object,
+        terms: Terms,
     ) -> object:
         """Run a request on a model that its caller holds, in turn. Raises QueueFull and all that
         the run raises; cancelling it cancels the run."""
-        async with self._turn(self._running, key, capability):
+        async with self._turn(self._running, key, capability, terms):
             return await self._run(key, capability, backend, payload)
 
     async def cancel_all(self) -> None:
@@ -108,14 +195,23 @@ class Runner:
 
     @asynccontextmanager
     async def _turn(
-        self, lanes: dict[ResidentKey, Lane], key: ResidentKey, capability: Capability
+        self,
+        lanes: dict[ResidentKey, Lane],
+        key: ResidentKey,
+        capability: Capability,
+        terms: Terms,
     ) -> AsyncIterator[None]:
         lane = lanes.get(key)
         if lane is None:
-            lane = Lane(str(key), capability.concurrency, capability.max_waiting)
-            lanes[key] = lane
+            lane = lanes[key] = Lane(
+                key,
+                capability,
+                self._rules,
+                mono=self._clock.mono,
+                usual_s=lambda: self.usual_s(key),
+            )
         try:
-            async with lane.turn(self.usual_s(key)):
+            async with lane.turn(terms.priority, terms.wait):
                 yield
         finally:
             if lane.is_empty and lanes.get(key) is lane:

@@ -18,6 +18,9 @@ from kakeya.core.errors import ConfigError, LoadFailed, MemoryRefused, PeerUnava
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
 from kakeya.generation.facts import ModelState
+from kakeya.generation.image import ImageRequest
+from kakeya.generation.request import GenerationPriority
+from kakeya.generation.waiting import WaitTeller
 from kakeya.memory.arbiter.events import Evicted
 from kakeya.memory.arbiter.plan import Reason
 from tests.backends.images.world import FOX, IMAGE_BYTES, image_world, pipeline_folder, silent
@@ -60,6 +63,31 @@ async def test_requests_take_turns_and_each_hears_of_its_own_steps(
         assert [image.seed for (image,) in drawn] == [1, 2, 3]
         steps = [f"step {step} of 3" for step in (1, 2, 3)]
         assert heard == [(seed, step) for seed in (1, 2, 3) for step in steps]
+
+
+async def test_the_most_urgent_request_is_drawn_next_and_the_others_say_their_places(
+    tmp_path: Path, short_path: Path
+) -> None:
+    async with image_world(tmp_path, short_path) as world:
+        drawn: list[int] = []
+        waits = {seed: WaitTeller(lambda: None) for seed in (1, 2, 3)}
+
+        async def draw(request: ImageRequest) -> None:
+            await world.image.draw(request, silent, waits[request.seed])
+            drawn.append(request.seed)
+
+        first = asyncio.create_task(draw(replace(FOX, steps=20, prompt="slow")))
+        await until(lambda: "loading fox" in waits[1].describe())
+        await until(lambda: world.image.status()["at"] == "step 1 of 20")
+        rest = [
+            asyncio.create_task(draw(replace(FOX, seed=seed, priority=priority)))
+            for seed, priority in ((2, GenerationPriority.BATCH), (3, GenerationPriority.URGENT))
+        ]
+        await until(lambda: waits[2].describe() == "2nd for a place, fox")
+        assert waits[3].describe() == "1st for a place, fox"
+        assert waits[1].describe() == ""
+        await asyncio.gather(first, *rest)
+        assert drawn == [1, 3, 2]
 
 
 async def test_a_dead_worker_fails_its_request_and_the_waiting_one_gets_another(

@@ -16,6 +16,7 @@ from kakeya.generation.facts import ModelState
 from kakeya.generation.image import DrawnImage, ImageRequest, PipelineKind, Tell
 from kakeya.generation.manifest import NO_MANIFEST
 from kakeya.generation.request import GenerationPriority
+from kakeya.generation.waiting import WaitTeller
 from tests.backends.images.scripted_worker import png, png_size
 from tests.fakes import FakeClock
 from tests.gateway.toy import ToyModel, make_folder, serving
@@ -42,7 +43,9 @@ class ToyPainter:
     def waits_for(self) -> None:
         return None
 
-    async def draw(self, request: ImageRequest, tell: Tell) -> tuple[DrawnImage, ...]:
+    async def draw(
+        self, request: ImageRequest, tell: Tell, wait: WaitTeller | None = None
+    ) -> tuple[DrawnImage, ...]:
         self.asked.append(request)
         if self.fails:
             raise self.fails

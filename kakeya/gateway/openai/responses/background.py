@@ -35,6 +35,7 @@ from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.reply import EVENT_STREAM, Reply
 from kakeya.gateway.route import GenerationRoute
 from kakeya.gateway.session_hint import SESSION_HEADERS
+from kakeya.generation.waiting import WaitTeller
 
 KIND = "response"
 _MOST_RUNNING = 64
@@ -184,7 +185,8 @@ class BackgroundResponses:
         finally:
             over.cancel()
 
-    async def _work(self, job: Job, tell: Tell) -> object:
+    async def _work(self, job: Job, tell: Tell, wait: WaitTeller) -> object:
+        wait.ask = lambda: self._generations.clients.wait_of(job.job_id)
         request = json.loads(job.request)
         log = self._logs.get(job.job_id)
         is_stream = bool(request["body"].get("stream"))
