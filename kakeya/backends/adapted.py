@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from kakeya.adapters.manager import AdapterManager, AdapterWish
 from kakeya.backends.resident import ResidentModel
-from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelLoad, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, GenerationPriority
@@ -57,6 +57,25 @@ class AdaptedModel:
     def waits_for(self) -> RequestWait | None:
         """See `ServedModel`."""
         return self._base.waits_for()
+
+    @property
+    def load(self) -> ModelLoad:
+        """The generations of the base, with any adapter."""
+        return self._base.load
+
+    @property
+    def load_s(self) -> float | None:
+        """Seconds until the base serves."""
+        return self._base.load_s
+
+    @property
+    def refusal(self) -> str:
+        """Why a request would be refused now."""
+        return self._base.refusal
+
+    def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
+        """0: which version of the adapter a request gets is known when it begins."""
+        return 0
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL

@@ -61,11 +61,18 @@ class Attempt:
         self._use: AdapterUse | None = None
         self._exchange: PrefixExchange | None = None
         self._exchanged = ""
+        self.is_held = True
+        """Whether the generation waits for its resources or has them: not before or after that."""
         self.waits_for: WaitReason | None = None
         """None while an engine works."""
         self._teller = request.wait
         if self._teller is not None:
             self._teller.ask = self._wait
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of the prompt that are left to compute; 0 = the answer has begun."""
+        return self._job.prompt_left
 
     async def frames(self) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last, after all resources are given back.
@@ -109,6 +116,8 @@ class Attempt:
 
     async def _hold(self, held: AsyncExitStack) -> EngineLife:
         """Take the resources of a generation in order; `waits_for` names the current one."""
+        self.is_held = True
+        held.callback(setattr, self, "is_held", False)
         if self._wish is not None:
             self.waits_for = WaitReason.ADAPTER
             self._use = held.enter_context(await self._adapter(self._wish))

@@ -26,6 +26,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
@@ -43,7 +44,7 @@ from kakeya.core.errors import (
 from kakeya.core.figures import Json
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.config import WAIT_S
-from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelLoad, ModelState
 from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.manifest import Category
 from kakeya.generation.request import DecodeRequest, GenerationPriority
@@ -101,6 +102,7 @@ class ResidentModel:
         self._earlier_restarts = 0
         self._asking = 0
         self._prompts = Timings(_PROMPTS_KEPT_S)
+        self._attempts: WeakSet[Attempt] = WeakSet()
         self._is_expected = True
         self._is_settled = False
         self._rests = False
@@ -228,6 +230,41 @@ class ResidentModel:
         """The number of decodes that wait for the model or for a place."""
         return self._asking + (self.backend.waiting if self.backend else 0)
 
+    @property
+    def load(self) -> ModelLoad:
+        """The generations that hold the model or wait for it."""
+        left = [attempt.prompt_left for attempt in self._attempts if attempt.is_held]
+        waiting = [tokens for tokens in left if tokens]
+        return ModelLoad(
+            decoding=len(left) - len(waiting), waiting=len(waiting), waiting_tokens=sum(waiting)
+        )
+
+    @property
+    def load_s(self) -> float | None:
+        """Seconds until the model serves, if it were asked for now; None = not known."""
+        if self.state is ModelState.READY:
+            return 0.0
+        left_s = self._memory.load_left_s(self.capability, self.model_id)
+        known_s = self.facts.load_s if self.facts is not None else 0.0
+        return left_s or known_s or None
+
+    @property
+    def refusal(self) -> str:
+        """Why a request would be refused now; "" = it would not."""
+        if self._failure is not None and not self.may_load:
+            return self._failure.reason
+        if self.state is ModelState.READY or self._memory.would_grant(
+            self.capability, self.model_id
+        ):
+            return ""
+        return f"there is no room for {self.model_id} now"
+
+    def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
+        """How many leading tokens of a history have their KV in pages or on disk."""
+        if self.prefixes is None:
+            return 0
+        return self.prefixes.held(self.model_id, token_ids, cuts)
+
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
     ) -> ModelFacts:
@@ -262,6 +299,7 @@ class ResidentModel:
             patience_s=self._patience_s,
             on_usage=partial(self.used, request.priority),
         )
+        self._attempts.add(attempt)
         return attempt.frames()
 
     def used(self, priority: GenerationPriority, usage: Usage) -> None:

@@ -29,6 +29,7 @@ class Continuation:
         self._started_mono = now
         self._first_token_mono: float | None = None
         self._steps = 0
+        self._computed = 0
         self._was_interrupted = False
         self.losses: Counter[Loss] = Counter()
         """Losses in a row, without a token between them."""
@@ -38,6 +39,17 @@ class Continuation:
         """Whether a token was committed."""
         return bool(self._committed)
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens were committed."""
+        return len(self._committed)
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens of the prompt that are left to compute, as the last engine tells; 0 = the answer
+        has begun."""
+        return 0 if self._committed else len(self._request.token_ids) - self._computed
+
     def take(self, frame: Frame, now: float) -> Frame | None:
         """Record a frame and return it as the caller should see it; None hides it.
 
@@ -45,6 +57,7 @@ class Continuation:
         """
         match frame:
             case Progress():
+                self._computed = frame.computed_tokens
                 return frame if not self._committed else None
             case Tokens():
                 self._commit(frame.token_ids, now)
@@ -55,6 +68,7 @@ class Continuation:
     def interrupt(self, loss: Loss = "engine") -> None:
         """Note that the engine was lost, or has lost the adapter."""
         self._was_interrupted = True
+        self._computed = 0
         self.losses[loss] += 1
 
     def rest(self, now: float) -> DecodeRequest:

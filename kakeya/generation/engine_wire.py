@@ -1,4 +1,5 @@
-"""The values of a generation as messages of EngineService, and back: for the agent and its engines.
+"""The values of a generation as messages of EngineService, and back: for the agent and its engines,
+and for nodes that answer each other's requests.
 
 A `_Pair` joins a value and its message by the names of their fields. So a new field is added to the
 value and to engine.proto, and needs a line here only if the message has it by another name or in
@@ -234,6 +235,12 @@ def job_to_wire(
     """The message of a request with the KV offered to its engine; numbers as in `DecodeJob`."""
     shared = _REQUEST.fill(request) | _SAMPLING.fill(request.sampling) | _OFFER.fill(offer)
     return pb.DecodeRequest(**shared, park_id=park_id, after_load=after_load)
+
+
+def request_from_wire(message: pb.DecodeRequest) -> DecodeRequest:
+    """The request in a message, without what is meant for an engine alone. Raises InvalidArgument
+    for torn token ids."""
+    return DecodeRequest(**_REQUEST.read(message), sampling=_SAMPLING.from_wire(message))
 
 
 def job_from_wire(message: pb.DecodeRequest) -> DecodeJob:

@@ -94,6 +94,16 @@ class EngineStats:
     failed, and the sequences take turns for a while."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoad:
+    """The requests that a model has at this moment: those that decode, those that wait for their
+    first token, and the tokens of their prompts that are left to compute."""
+
+    decoding: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+
+
 class ModelState(StrEnum):
     """The life of a served model. An unloaded one is not in memory; its next request loads it."""
 

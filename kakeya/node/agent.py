@@ -317,7 +317,7 @@ class Agent:
             self._config.listen, self._folder, self._plane, address=self.http, clock=self._clock
         )
         app = build_app(
-            self._models,
+            self._services.models,
             self._services.drafts,
             status=overview.status,
             clock=self._clock,

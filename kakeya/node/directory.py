@@ -11,7 +11,7 @@ from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.core.settings import nearest
 from kakeya.generation.frames import Usage
 from kakeya.generation.image import ImageModel
-from kakeya.generation.model import AdaptedId, EmbeddingModel, ServedModel
+from kakeya.generation.model import AdaptedId, EmbeddingModel
 
 
 class VerifierDirectory:
@@ -29,7 +29,7 @@ class VerifierDirectory:
         self._images = tuple(images)
         self._adapters = adapters
 
-    def get(self, model_id: str, client: str = "") -> ServedModel:
+    def get(self, model_id: str, client: str = "") -> ResidentModel | AdaptedModel:
         """Find a verifier; "" is the default, BASE:NAME a verifier with an adapter.
 
         Raises NotFound, which names the served models or a near one, Denied, and InvalidArgument
@@ -69,7 +69,7 @@ class VerifierDirectory:
             for record in self._adapters.usable(client)
         )
 
-    def verifiers(self) -> tuple[ServedModel, ...]:
+    def verifiers(self) -> tuple[ResidentModel, ...]:
         """List the verifiers, the default first."""
         return self._verifiers
 

@@ -19,6 +19,11 @@ from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.peers.neighbours import ServingPeers
+from kakeya.dispatch.peers.service import ServingService
+from kakeya.dispatch.peers.text_files import TextFiles
+from kakeya.dispatch.routed import RouteBook
+from kakeya.dispatch.routed_models import RoutedModels
 from kakeya.fleet.placement.draft_sources import FleetDrafts
 from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
@@ -38,9 +43,12 @@ from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
+from kakeya.v1.serving_pb2_grpc import add_ServingServiceServicer_to_server
 from kakeya.wire.server.health import NodeHealth
 
 RUNTIME = "kakeya.v1.RuntimeService"
+TEXTS = "texts"
+"""The folder of the text of peers' models, in the data directory."""
 _ALWAYS_SERVING = ("kakeya.v1.CapabilityService", "kakeya.v1.ProposerService")
 
 
@@ -71,9 +79,14 @@ class Services:
         )
         limits = SessionLimits(capacity=sessions.capacity, idle_ttl_s=sessions.idle_ttl_s)
         self.clients = Clients(clock.mono)
+        texts = TextFiles(data_dir / TEXTS)
+        self.routes = RouteBook(clock)
+        self.models = RoutedModels(models, ServingPeers(plane, texts, clock), self.routes)
+        """The models of the fleet, for clients of this node."""
+        self._serving = ServingService(models, self.drafts, texts, self.clients)
         secret = random.SystemRandom()  # session ids are the only key to a history
         self.runtime = RuntimeService(
-            models=models,
+            models=self.models,
             drafts=self.drafts,
             store=SessionStore(clock=clock, rng=secret, limits=limits),
             clock=clock,
@@ -112,6 +125,7 @@ class Services:
             self.peers.register(server)
         self.doctor.register(server)
         add_RuntimeServiceServicer_to_server(self.runtime, server)
+        add_ServingServiceServicer_to_server(self._serving, server)
         add_PrecacheServiceServicer_to_server(self._precache, server)
         add_ProposerServiceServicer_to_server(self._proposers, server)
         add_DraftStreamServiceServicer_to_server(self._streams, server)
@@ -122,6 +136,7 @@ class Services:
     def drain(self, reason: str) -> None:
         """Refuse new work for peers; running calls may end, idle streams end now."""
         self.runtime.drain(reason)
+        self._serving.drain(reason)
         self._streams.drain()
         self.peers.drain()
 

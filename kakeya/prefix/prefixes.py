@@ -213,6 +213,16 @@ class NodePrefixes:
             self._pins.pin(pin, adapter_id, shelf, ids)
         return sum(tokens for _, tokens in found)
 
+    def held(self, model_id: str, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
+        """How many leading tokens of a history have their KV in pages or on disk. Changes
+        nothing."""
+        naming = self.names.known(model_id, "")
+        if naming is None or not token_ids:
+            return 0
+        pieces = naming.pieces(token_ids, cuts)
+        found = reach_of(self.pages.shelf(naming), pieces, naming, in_ram=False)
+        return min(sum(tokens for _, tokens in found), len(token_ids) - 1)
+
     @property
     def most_pinned_bytes(self) -> int:
         """The bytes that all pins may take together."""

@@ -53,10 +53,15 @@ Stamps = tuple[tuple[str, int, int], ...]
 """(name, time of the last change in ns, bytes) of each file that is there."""
 
 
+def text_files(folder: Path) -> list[Path]:
+    """The files that a folder's text comes from; some may not be there. Blocks."""
+    return [*(folder / name for name in _TEXT_FILES), *sorted(folder.glob(_MORE_TEMPLATES))]
+
+
 def stamps(folder: Path) -> Stamps:
     """The state of the files that a folder's text comes from. Blocks."""
     found = []
-    for path in [*(folder / name for name in _TEXT_FILES), *sorted(folder.glob(_MORE_TEMPLATES))]:
+    for path in text_files(folder):
         with contextlib.suppress(OSError):
             seen = path.stat()
             found.append((path.name, seen.st_mtime_ns, seen.st_size))

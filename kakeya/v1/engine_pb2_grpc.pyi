@@ -3,6 +3,8 @@
 isort:skip_file
 The service between a node's agent and the engine child that owns one model.
 It is spoken on a unix socket of one machine, by one build of Kakeya: not a public contract.
+Nodes pass its messages of a decode on to each other (serving.proto), whatever their builds: a
+field keeps its number and meaning.
 """
 
 from collections import abc as _abc

@@ -34,7 +34,8 @@ class CallerLimits:
     gossip_per_s: float = 20.0
     gossip_burst: float = 100.0
     """A limit of its own for renewals, since each costs a signature and a line in the log."""
-    concurrent_work: int = 32
+    concurrent_work: int = 128
+    """A node sends what its clients ask, with a quote before each answer."""
     concurrent_gossip: int = 8
     connections: int = 4
     connections_per_host: int = 64

@@ -54,6 +54,14 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "ExtendContext": _MEMBERS,
         "CloseSession": _MEMBERS,
     },
+    "kakeya.v1.ServingService": {
+        "DescribeModel": _MEMBERS,
+        "Quote": _MEMBERS,
+        "ReadTextFiles": _MEMBERS,
+        "Decode": _MEMBERS,
+        "ReleaseKv": _MEMBERS,
+        "EmbedTexts": _MEMBERS,
+    },
     "kakeya.v1.RuntimeService": {
         "CreateSession": _RUNTIME,
         "AppendTokens": _RUNTIME,

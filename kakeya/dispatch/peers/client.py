@@ -1,0 +1,165 @@
+"""Calls of ServingService on a peer: errors name the peer, and a peer that hangs is found out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from kakeya.core.errors import PeerProtocol, PeerUnavailable
+from kakeya.core.tasks import is_cancelled
+from kakeya.core.units import pack_ids
+from kakeya.dispatch.peers.quote import Quote
+from kakeya.dispatch.peers.wire import manifest_from_wire, quote_from_wire, wait_from_wire
+from kakeya.generation.engine_wire import facts_from_wire, frames_from_wire, job_to_wire
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.frames import Done, Frame, Progress, Tokens
+from kakeya.generation.kv import NO_KV
+from kakeya.generation.manifest import Manifest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.waiting import RequestWait
+from kakeya.v1 import engine_pb2, serving_pb2 as pb
+from kakeya.v1.serving_pb2_grpc import ServingServiceAsyncStub, ServingServiceStub
+from kakeya.wire.status import error_from_rpc
+
+SILENT_S = 8.0
+"""A node that streams says something each second: after so long without a word it hangs."""
+_TEXT_S = 60.0
+_MARGIN_S = 5.0
+"""Beside the seconds that the peer may take by itself."""
+_RELEASE_S = 2.0
+_EMBED_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerDescription:
+    """A model as its node tells of it; `text_digest` "" = it has no text."""
+
+    facts: ModelFacts
+    manifest: Manifest
+    text_digest: str
+
+
+class PeerCalls:
+    """The calls of one peer, over a channel that others use too."""
+
+    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
+        """Errors call the peer by `name`."""
+        self._name = name
+        self._stub: ServingServiceAsyncStub = ServingServiceStub(channel)
+
+    async def describe(
+        self, model_id: str, client: str, wait_s: float, priority: GenerationPriority
+    ) -> PeerDescription:
+        """Ask what a model is; the peer may load it for that. Raises the peer's errors."""
+        request = pb.DescribeModelRequest(
+            model_id=model_id, client=client, wait_seconds=wait_s, priority=priority
+        )
+        with self._told():
+            reply = await self._stub.DescribeModel(request, timeout=wait_s + _MARGIN_S)
+        return PeerDescription(
+            facts=facts_from_wire(reply.facts),
+            manifest=manifest_from_wire(reply.manifest),
+            text_digest=reply.text_digest,
+        )
+
+    async def quote(
+        self,
+        model_id: str,
+        client: str,
+        token_ids: Sequence[int],
+        cuts: Sequence[int],
+        timeout_s: float,
+    ) -> Quote:
+        """Ask how a request would be served now. Raises the peer's errors."""
+        request = pb.QuoteRequest(
+            model_id=model_id, client=client, token_ids_le32=pack_ids(token_ids), cuts=cuts
+        )
+        with self._told():
+            return quote_from_wire(await self._stub.Quote(request, timeout=timeout_s))
+
+    async def text_files(self, model_id: str, client: str) -> AsyncIterator[tuple[str, bytes]]:
+        """(name, data) of each part of the files of a model's text."""
+        request = pb.ReadTextFilesRequest(model_id=model_id, client=client)
+        with self._told():
+            async for part in self._stub.ReadTextFiles(request, timeout=_TEXT_S):
+                yield part.name, part.data
+
+    async def decode(
+        self, model_id: str, request: DecodeRequest, draft_policy: str
+    ) -> AsyncGenerator[Frame, None]:
+        """Stream the frames of a generation. Closing the iterator cancels it on the peer.
+
+        Raises PeerUnavailable for a peer that is lost or silent, the errors with which the peer
+        refuses, and PeerProtocol for a stream without an end.
+        """
+        message = pb.RoutedDecodeRequest(
+            model_id=model_id,
+            request=job_to_wire(request, NO_KV),
+            draft_policy=draft_policy,
+            retention=request.kv_retention,
+            stay_warm_seconds=request.stay_warm_s,
+        )
+        told: RequestWait | None = None
+        if request.wait is not None:
+            request.wait.ask = lambda: told
+        with self._told():
+            call = self._stub.Decode(message)
+        try:
+            while (answer := await self._next(call)) is not None:
+                if not answer.HasField("frames"):
+                    told = wait_from_wire(answer.wait, model_id)
+                    continue
+                for frame in frames_from_wire(answer.frames):
+                    if isinstance(frame, Tokens | Progress | Done):
+                        told = None
+                        yield frame
+                        if isinstance(frame, Done):
+                            return
+            raise PeerProtocol(f"{self._name}: the answer ended without a done frame")
+        finally:
+            call.cancel()
+
+    async def _next(
+        self, call: grpc.aio.UnaryStreamCall[pb.RoutedDecodeRequest, pb.RoutedDecodeResponse]
+    ) -> pb.RoutedDecodeResponse | None:
+        with self._told():
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    message = await call.read()
+            except TimeoutError:
+                raise PeerUnavailable(
+                    f"{self._name}: nothing was heard of the answer for {SILENT_S:g} s"
+                ) from None
+        return None if message is grpc.aio.EOF else message
+
+    async def release(self, model_id: str, kv_key: str) -> None:
+        """Have the KV of a key forgotten. Raises the peer's errors."""
+        request = pb.ReleaseKvRequest(model_id=model_id, kv_key=kv_key)
+        with self._told():
+            await self._stub.ReleaseKv(request, timeout=_RELEASE_S)
+
+    async def embed(self, model_id: str, texts: Sequence[Sequence[int]], size: int) -> bytes:
+        """The vectors of texts, as `EmbeddingModel.embed`. Raises the peer's errors."""
+        asked = engine_pb2.EmbedRequest(token_ids_le32=map(pack_ids, texts), size=size)
+        request = pb.EmbedTextsRequest(model_id=model_id, request=asked)
+        with self._told():
+            reply = await self._stub.EmbedTexts(request, timeout=_EMBED_S)
+        return reply.response.vectors_le_f32
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as failure:
+            raise error_from_rpc(failure, self._name) from failure
+        except grpc.aio.UsageError as failure:
+            raise PeerUnavailable(f"{self._name}: the channel was closed") from failure
+        except asyncio.CancelledError as failure:
+            if is_cancelled():
+                raise
+            raise PeerUnavailable(f"{self._name}: the channel was closed") from failure

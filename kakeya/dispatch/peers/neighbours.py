@@ -1,0 +1,203 @@
+"""The nodes of the fleet that serve a model: found by their cards, asked for what no card has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import (
+    KakeyaError,
+    NotFound,
+    PeerError,
+    PeerUnavailable,
+    UnknownMethod,
+)
+from kakeya.core.log import event
+from kakeya.dispatch.peers.client import PeerCalls, PeerDescription
+from kakeya.dispatch.peers.quote import Quote
+from kakeya.dispatch.peers.text_files import TextFiles
+from kakeya.fleet.cards.cards import Card, CardRole, OfferedModel
+from kakeya.generation.request import GenerationPriority
+from kakeya.prefix.peers.peers import Neighbourhood
+
+_log = logging.getLogger(__name__)
+QUOTE_S = 0.25
+"""How long a peer may take to quote: an idle one answers in a few milliseconds."""
+MOST_QUOTED = 8
+_MOST_DESCRIBED = 256
+_SPARED_S = 30.0
+"""A node of another build that knows no ServingService is asked again after so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPeer:
+    """A live node that offers a model."""
+
+    node_id: str
+    label: str
+    life: int
+    address: str
+    offered: OfferedModel
+    is_suspect: bool
+    rtt_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    life: int
+    description: PeerDescription
+
+
+class ServingPeers:
+    """See the module; lives on the event loop."""
+
+    def __init__(self, plane: Neighbourhood, texts: TextFiles, clock: Clock) -> None:
+        self._plane = plane
+        self._texts = texts
+        self._clock = clock
+        self._described: dict[tuple[str, str], _Described] = {}
+        """By node id and model id."""
+        self._bringing: dict[str, asyncio.Lock] = {}
+        self._unable: dict[str, float] = {}
+        """Node ids, and until when they are not asked, in monotonic seconds."""
+
+    @property
+    def own_id(self) -> str:
+        """The id of this node."""
+        return str(self._plane.registry.node_id)
+
+    def offering(
+        self, model_id: str = "", role: CardRole = CardRole.VERIFIER
+    ) -> tuple[ServingPeer, ...]:
+        """The peers with a model in a role, or with any, those in doubt last; by node id. Of
+        BASE:NAME those with the base: which adapters a node has is not on its card."""
+        mono, found = self._clock.mono(), []
+        suspects = self._plane.registry.suspects()
+        for card in self._plane.registry.live_peers(mono=mono):
+            if not card.is_extended or self._unable.get(card.node_id, 0.0) > mono:
+                continue
+            for offered in card.offers(role, model_id or None):
+                address = self._plane.routes.address_for(card)
+                if address and not self._plane.why_not_dial(address):
+                    found.append(_peer(card, offered, address, card.node_id in suspects))
+        base = model_id.rpartition(":")[0]
+        if not found and base:
+            return self.offering(base, role)
+        return tuple(sorted(found, key=lambda peer: (peer.is_suspect, peer.node_id)))
+
+    def calls(self, peer: ServingPeer) -> PeerCalls:
+        """The calls of a peer."""
+        return PeerCalls(self._plane.channels.get(peer.address, peer.node_id), peer.label)
+
+    async def quotes(
+        self,
+        peers: Sequence[ServingPeer],
+        model_id: str,
+        client: str,
+        token_ids: Sequence[int],
+        cuts: Sequence[int],
+    ) -> Mapping[str, Quote | str]:
+        """Ask peers at once for their quotes; a text says why there is none. By node id."""
+
+        async def ask(peer: ServingPeer) -> Quote | str:
+            try:
+                return await self.calls(peer).quote(model_id, client, token_ids, cuts, QUOTE_S)
+            except KakeyaError as failure:
+                self.failed(peer, failure)
+                return failure.message
+
+        asked = peers[:MOST_QUOTED]
+        answers = await asyncio.gather(*map(ask, asked))
+        return dict(zip((peer.node_id for peer in asked), answers, strict=True))
+
+    def failed(self, peer: ServingPeer, failure: KakeyaError) -> None:
+        """Note the failure of a call: a node that does not answer comes in doubt."""
+        if isinstance(failure, UnknownMethod):
+            self._unable[peer.node_id] = self._clock.mono() + _SPARED_S
+        elif isinstance(failure, PeerError):
+            self._plane.call_failed(peer.address)
+
+    def known(
+        self, model_id: str, role: CardRole = CardRole.VERIFIER
+    ) -> PeerDescription | None:
+        """What is known of a model of any peer without asking one."""
+        for peer in self.offering(model_id, role):
+            found = self._described.get((peer.node_id, model_id))
+            if found is not None and found.life == peer.life:
+                return found.description
+        return None
+
+    async def describe(
+        self,
+        model_id: str,
+        client: str,
+        timeout_s: float,
+        priority: GenerationPriority,
+        *,
+        role: CardRole = CardRole.VERIFIER,
+    ) -> PeerDescription:
+        """Learn what a model is, and bring the files of its text here; the first peer to tell is
+        believed. Raises the last peer's error, NotFound where no peer offers it."""
+        last: KakeyaError = NotFound(f"model {model_id[:80]!r} is not served by the fleet now")
+        began_mono = self._clock.mono()
+        for peer in self.offering(model_id, role):
+            known = self._described.get((peer.node_id, model_id))
+            if known is not None and known.life == peer.life and ":" not in model_id:
+                return known.description
+            left_s = max(0.0, timeout_s - (self._clock.mono() - began_mono))
+            try:
+                return await self._ask(peer, model_id, client, left_s, priority)
+            except KakeyaError as failure:
+                self.failed(peer, failure)
+                last = failure
+        raise last
+
+    async def _ask(
+        self,
+        peer: ServingPeer,
+        model_id: str,
+        client: str,
+        timeout_s: float,
+        priority: GenerationPriority,
+    ) -> PeerDescription:
+        calls = self.calls(peer)
+        told = await calls.describe(model_id, client, timeout_s, priority)
+        folder = ""
+        if told.text_digest:
+            lock = self._bringing.setdefault(told.text_digest, asyncio.Lock())
+            try:
+                async with lock:
+                    found = self._texts.find(told.text_digest)
+                    if found is None:
+                        parts = calls.text_files(model_id, client)
+                        found = await self._texts.keep(told.text_digest, parts)
+                        event(_log, "text of a peer's model", model=model_id, node=peer.label)
+            except OSError as problem:
+                raise PeerUnavailable(
+                    f"the text of {model_id} cannot be kept here: {problem}"
+                ) from problem
+            finally:
+                self._bringing.pop(told.text_digest, None)
+            folder = str(found)
+        told = replace(told, facts=replace(told.facts, model_path=folder))
+        self._described[peer.node_id, model_id] = _Described(peer.life, told)
+        while len(self._described) > _MOST_DESCRIBED:
+            with contextlib.suppress(StopIteration):
+                del self._described[next(iter(self._described))]
+        return told
+
+
+def _peer(card: Card, offered: OfferedModel, address: str, is_suspect: bool) -> ServingPeer:
+    return ServingPeer(
+        node_id=card.node_id,
+        label=card.label or card.node_id,
+        life=card.life,
+        address=address,
+        offered=offered,
+        is_suspect=is_suspect,
+        rtt_s=next((way.rtt_ms for way in card.endpoints if way.address == address), 0.0) / 1000,
+    )

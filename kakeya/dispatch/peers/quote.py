@@ -1,0 +1,88 @@
+"""How a node would serve a request at this moment: the figures that routing decides on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Protocol
+
+from kakeya.generation.facts import ModelFacts, ModelLoad, ModelState
+from kakeya.generation.model import ServedModel
+
+
+class QuotedModel(ServedModel, Protocol):
+    """A model of this node, with what its peers ask of it."""
+
+    @property
+    def load(self) -> ModelLoad:
+        """Its requests at this moment."""
+        ...
+
+    @property
+    def load_s(self) -> float | None:
+        """Seconds until it serves, if it were asked for now; None = not known."""
+        ...
+
+    @property
+    def refusal(self) -> str:
+        """Why a request would be refused now; "" = it would not."""
+        ...
+
+    def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
+        """How many leading tokens of a history have their KV here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quote:
+    """See the module. Speeds are tokens per second, 0 = not measured.
+
+    `load_s` is 0 for a model in memory, None = not known. `cached_tokens` are leading ones of the
+    history whose KV is there. `weights` and `numerics` are digests: where both are equal, so are
+    the tokens of a generation; "" = not known.
+    """
+
+    is_ready: bool
+    load_s: float | None = 0.0
+    prefill_tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    batch_rows: int = 1
+    load: ModelLoad = field(default_factory=ModelLoad)
+    cached_tokens: int = 0
+    refusal: str = ""
+    weights: str = ""
+    numerics: str = ""
+
+
+def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) -> Quote:
+    """The quote of a model of this node for a history."""
+    facts = model.facts
+    if facts is None:
+        return Quote(is_ready=False, load_s=model.load_s, refusal=model.refusal)
+    return Quote(
+        is_ready=model.state is ModelState.READY,
+        load_s=model.load_s,
+        prefill_tokens_per_s=facts.prefill_tokens_per_second,
+        tokens_per_s=facts.tokens_per_second,
+        batch_rows=facts.batch_rows,
+        load=model.load,
+        cached_tokens=model.held_tokens(token_ids, cuts),
+        refusal=model.refusal,
+        weights=weights_of(facts),
+        numerics=numerics_of(facts),
+    )
+
+
+def weights_of(facts: ModelFacts) -> str:
+    """Names the weights of a model, and the tokens that its ids stand for."""
+    return _digest(facts.weights_state, facts.base_fingerprint, facts.vocabulary_digest)
+
+
+def numerics_of(facts: ModelFacts) -> str:
+    """Names the arithmetic that its tokens come from."""
+    return _digest(facts.kv_exactness, facts.mlx_version)
+
+
+def _digest(*parts: str) -> str:
+    return sha256("\0".join(parts).encode()).hexdigest()[:16] if any(parts) else ""

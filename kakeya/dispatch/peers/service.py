@@ -1,0 +1,208 @@
+"""ServingService: this node's models for the other nodes of its fleet.
+
+A request of a peer is served as one of this node's own clients would be, in the same lines; it
+never goes on to a third node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import grpc.aio
+
+from kakeya.core.errors import KakeyaError, Refused
+from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.peers.quote import QuotedModel, quote_of
+from kakeya.dispatch.peers.text_files import TextFiles
+from kakeya.dispatch.peers.wire import manifest_to_wire, quote_to_wire, wait_to_wire
+from kakeya.generation.engine_wire import (
+    facts_to_wire,
+    frames_to_wire,
+    ids_from_wire,
+    request_from_wire,
+)
+from kakeya.generation.frames import Frame
+from kakeya.generation.model import DraftRouter, EmbeddingModel, LoadableModel
+from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.retention import Retention
+from kakeya.generation.waiting import WaitTeller
+from kakeya.v1 import engine_pb2, serving_pb2 as pb
+from kakeya.v1.serving_pb2_grpc import ServingServiceServicer
+from kakeya.wire.status import abort
+
+Context = grpc.aio.ServicerContext[Any, Any]
+BEAT_S = 1.0
+"""After so long without a frame, a message says for what the request waits."""
+
+
+class OwnModels(Protocol):
+    """The models of this node alone."""
+
+    def get(self, model_id: str, client: str = "") -> QuotedModel:
+        """As `ModelDirectory.get`."""
+        ...
+
+    def embedder(self, model_id: str) -> EmbeddingModel:
+        """As `ModelDirectory.embedder`."""
+        ...
+
+    def embedders(self) -> tuple[EmbeddingModel, ...]:
+        """As `ModelDirectory.embedders`."""
+        ...
+
+
+@asynccontextmanager
+async def _errors_end(context: Context) -> AsyncIterator[None]:
+    try:
+        yield
+    except KakeyaError as error:
+        await abort(context, error)
+
+
+class ServingService(ServingServiceServicer):
+    """The servicer; `clients` counts the requests of peers beside those of this node."""
+
+    def __init__(
+        self, models: OwnModels, router: DraftRouter, texts: TextFiles, clients: Clients
+    ) -> None:
+        self._models = models
+        self._router = router
+        self._texts = texts
+        self._clients = clients
+        self._draining = ""
+        self.served = 0
+        """Generations of peers that were begun."""
+
+    def drain(self, reason: str) -> None:
+        """Begin nothing from now on; what runs goes on."""
+        self._draining = reason
+
+    async def DescribeModel(
+        self, request: pb.DescribeModelRequest, context: Context
+    ) -> pb.DescribeModelResponse:
+        """Tell the facts of a model."""
+        async with _errors_end(context):
+            model = self._any(request.model_id, request.client)
+            facts = model.facts
+            if facts is None:
+                facts = await model.ready(request.wait_seconds, _priority(request.priority))
+            return pb.DescribeModelResponse(
+                facts=facts_to_wire(facts),
+                manifest=manifest_to_wire(model.manifest),
+                text_digest=await self._texts.digest(facts.model_path),
+            )
+        raise AssertionError("abort returned")
+
+    async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
+        """Tell how a request would be served now."""
+        async with _errors_end(context):
+            if self._draining:
+                raise Refused(f"this node takes no requests: {self._draining}")
+            model = self._models.get(request.model_id, request.client)
+            ids = ids_from_wire(request.token_ids_le32)
+            return quote_to_wire(quote_of(model, ids, tuple(request.cuts)))
+        raise AssertionError("abort returned")
+
+    async def ReadTextFiles(  # type: ignore[override]
+        self, request: pb.ReadTextFilesRequest, context: Context
+    ) -> None:
+        """Send the files of a model's text."""
+        async with _errors_end(context):
+            facts = self._any(request.model_id, request.client).facts
+            if facts is None:
+                raise Refused(f"model {request.model_id} was not loaded here yet")
+            async for name, data in self._texts.parts(facts.model_path):
+                await context.write(pb.TextFilePart(name=name, data=data))
+
+    async def Decode(  # type: ignore[override]
+        self, request: pb.RoutedDecodeRequest, context: Context
+    ) -> None:
+        """Stream a generation, and a sign of life while there is nothing to stream."""
+        async with _errors_end(context):
+            if self._draining:
+                raise Refused(f"this node takes no requests: {self._draining}")
+            asked, model = self._asked(request)
+            wait = WaitTeller(model.waits_for)
+            self.served += 1
+            with self._clients.request(asked.client, asked.user) as use:
+                frames = model.decode(replace(asked, wait=wait))
+                async with aclosing(_with_beats(frames)) as beaten:
+                    async for frame in beaten:
+                        if frame is None:
+                            told = wait_to_wire(wait.ask())
+                            await context.write(pb.RoutedDecodeResponse(wait=told))
+                            continue
+                        if not use.has_begun:
+                            use.begin()
+                        wire = frames_to_wire([frame])
+                        await context.write(pb.RoutedDecodeResponse(frames=wire))
+
+    async def ReleaseKv(
+        self, request: pb.ReleaseKvRequest, context: Context
+    ) -> pb.ReleaseKvResponse:
+        """Forget the KV of one key."""
+        async with _errors_end(context):
+            await self._models.get(request.model_id).release(request.kv_key)
+        return pb.ReleaseKvResponse()
+
+    async def EmbedTexts(
+        self, request: pb.EmbedTextsRequest, context: Context
+    ) -> pb.EmbedTextsResponse:
+        """Make vectors of texts."""
+        async with _errors_end(context):
+            model = self._models.embedder(request.model_id)
+            texts: Sequence[Sequence[int]] = [
+                ids_from_wire(each) for each in request.request.token_ids_le32
+            ]
+            vectors = await model.embed(texts, size=request.request.size)
+            response = engine_pb2.EmbedResponse(vectors_le_f32=vectors)
+            return pb.EmbedTextsResponse(response=response)
+        raise AssertionError("abort returned")
+
+    def _any(self, model_id: str, client: str) -> LoadableModel:
+        for model in self._models.embedders():
+            if model.model_id == model_id:
+                return model
+        return self._models.get(model_id, client)
+
+    def _asked(self, request: pb.RoutedDecodeRequest) -> tuple[DecodeRequest, QuotedModel]:
+        asked = request_from_wire(request.request)
+        model = self._models.get(request.model_id, asked.client)
+        facts = model.facts
+        drafts = () if facts is None else self._router.sources(facts, request.draft_policy)
+        retention = request.retention
+        asked = replace(
+            asked,
+            draft_sources=drafts,
+            kv_retention=Retention(retention) if retention in set(Retention) else Retention.LONG,
+            stay_warm_s=request.stay_warm_seconds,
+        )
+        return asked, model
+
+
+async def _with_beats(frames: AsyncGenerator[Frame, None]) -> AsyncGenerator[Frame | None, None]:
+    """The frames, and None after each `BEAT_S` without one. Closes the frames with itself."""
+    async with aclosing(frames):
+        while True:
+            coming = asyncio.ensure_future(anext(frames, None))
+            try:
+                while not coming.done():
+                    done, _ = await asyncio.wait((coming,), timeout=BEAT_S)
+                    if not done:
+                        yield None
+            finally:
+                if not coming.done():
+                    coming.cancel()
+                    await asyncio.wait((coming,))
+            frame = coming.result()
+            if frame is None:
+                return
+            yield frame
+
+
+def _priority(raw: int) -> GenerationPriority:
+    return GenerationPriority(min(raw, max(GenerationPriority)))

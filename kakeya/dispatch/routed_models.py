@@ -1,0 +1,96 @@
+"""The models of the fleet by name, for the front doors of one node: its own, and those of peers.
+
+A name that only this node serves gives its own model as it is, so a node alone pays nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
+from kakeya.dispatch.peers.neighbours import ServingPeers
+from kakeya.dispatch.peers.quote import QuotedModel
+from kakeya.dispatch.routed import RouteBook, RoutedModel
+from kakeya.dispatch.routed_embedder import RoutedEmbedder
+from kakeya.fleet.cards.cards import CardRole
+from kakeya.generation.image import ImageModel
+from kakeya.generation.model import AdaptedId, EmbeddingModel, ModelDirectory, ServedModel
+
+
+class NodeModels(Protocol):
+    """The directory of this node alone."""
+
+    def get(self, model_id: str, client: str = "") -> QuotedModel: ...
+    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]: ...
+    def verifiers(self) -> Sequence[QuotedModel]: ...
+    def embedder(self, model_id: str) -> EmbeddingModel: ...
+    def embedders(self) -> tuple[EmbeddingModel, ...]: ...
+    def image_model(self, model_id: str) -> ImageModel: ...
+    def image_models(self) -> tuple[ImageModel, ...]: ...
+
+
+class RoutedModels(ModelDirectory):
+    """A `ModelDirectory` of the fleet."""
+
+    def __init__(self, own: NodeModels, peers: ServingPeers, book: RouteBook) -> None:
+        self._own = own
+        self._peers = peers
+        self._book = book
+
+    def get(self, model_id: str, client: str = "") -> ServedModel:
+        """See `ModelDirectory`; "" is this node's default, or else the first model of a peer."""
+        own: QuotedModel | None = None
+        refused: KakeyaError | None = None
+        try:
+            own = self._own.get(model_id, client)
+        except (NotFound, InvalidArgument) as unknown:
+            refused = unknown
+        name = own.model_id if own is not None else model_id or self._first()
+        offered = self._peers.offering(name) if name else ()
+        if own is not None and not offered:
+            return own
+        if own is None and not offered:
+            raise refused or NotFound("no model is served")
+        return RoutedModel(name, client, own, self._peers, self._book)
+
+    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+        """Those of this node: peers check by themselves which client may name theirs."""
+        return self._own.adapted(client)
+
+    def verifiers(self) -> tuple[ServedModel, ...]:
+        """The own models, the default first, then those that only peers have, by name."""
+        own = self._own.verifiers()
+        known = {model.model_id for model in own}
+        others = sorted({str(peer.offered.model_id) for peer in self._peers.offering()} - known)
+        routed = [RoutedModel(name, "", None, self._peers, self._book) for name in others]
+        return (*own, *routed)
+
+    def embedder(self, model_id: str) -> EmbeddingModel:
+        """See `ModelDirectory`."""
+        with contextlib.suppress(NotFound):
+            return self._own.embedder(model_id)
+        if self._peers.offering(model_id, CardRole.EMBEDDER):
+            return RoutedEmbedder(model_id, self._peers)
+        return self._own.embedder(model_id)
+
+    def embedders(self) -> tuple[EmbeddingModel, ...]:
+        """The own ones, then those that only peers have, by name."""
+        own = self._own.embedders()
+        known = {model.model_id for model in own}
+        offered = self._peers.offering(role=CardRole.EMBEDDER)
+        others = sorted({str(peer.offered.model_id) for peer in offered} - known)
+        return (*own, *(RoutedEmbedder(name, self._peers) for name in others))
+
+    def image_model(self, model_id: str) -> ImageModel:
+        """An image model of this node."""
+        return self._own.image_model(model_id)
+
+    def image_models(self) -> tuple[ImageModel, ...]:
+        """The image models of this node."""
+        return self._own.image_models()
+
+    def _first(self) -> str:
+        offered = [str(peer.offered.model_id) for peer in self._peers.offering()]
+        return min(offered, default="")
