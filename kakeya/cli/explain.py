@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 _WAITS = ("load", "render", "queue", "prefill", "decode", "total")
 
@@ -44,7 +45,22 @@ def explanation(found: Mapping[str, object]) -> Iterator[str]:
     moved = found.get("moved")
     if isinstance(moved, list) and moved:
         yield f"  moved    {', '.join(map(str, moved))}: lines that change with every request"
+    routes = found.get("routes")
+    for index, route in enumerate(routes if isinstance(routes, list) else ()):
+        yield from _route(route, "then" if index else "node")
     waits = found.get("waits_s")
     if isinstance(waits, dict):
         said = [f"{name} {waits[name]:.3f} s" for name in _WAITS if waits.get(name) is not None]
         yield f"  waits    {', '.join(said)}"
+
+
+def _route(route: Mapping[str, Any], name: str) -> Iterator[str]:
+    yield f"  {name}     {route['node']}: {route['reason']}"
+    for one in route["candidates"]:
+        terms = (f"{term} {seconds:g}" for term, seconds in one["terms_s"].items() if seconds)
+        yield (
+            f"           {one['node']}  first {one['first_s']:.2f} s, end {one['end_s']:.2f} s "
+            f"({', '.join(terms) or 'nothing to do'}; {one['warm_tokens']} tokens warm)"
+        )
+    for node, why in route["unfit"].items():
+        yield f"           {node}  cannot: {why}"

@@ -101,6 +101,7 @@ def explained(
             "common_tokens": common,
         },
         "moved": list(record.moved),
+        "routes": [route.describe() for route in record.routes],
         "waits_s": {
             "load": _rounded(record.ready_s),
             "render": _rounded(record.prepared_s - record.ready_s),

@@ -35,6 +35,7 @@ from kakeya.core.settings import nearest
 from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.profiles import ClientProfile
 from kakeya.dispatch.registry import TaskRegistry
+from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.dispatch.tasks import TaskChoice
 from kakeya.gateway.answer import Answer, GeneratedAnswer
 from kakeya.gateway.figures import HttpMetrics
@@ -420,6 +421,8 @@ class Generations:
         record.prefill_s = None if answer.usage is None else answer.usage.prefill_s
         record.cached_tokens = answer.cached_tokens
         record.finish_reason = answer.finish_reason or ""
+        if isinstance(job.model, RoutedModel):
+            record.routes = tuple(job.model.decisions)
         self.recent.add(record, job.request.token_ids, job.token_ids)
 
     async def run_all(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kakeya.backends.relay.backend import Finished
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.clients import ID_CHARS
+from kakeya.dispatch.routing.decision import RouteDecision
 from kakeya.dispatch.tasks import TaskChoice
 from kakeya.text.cuts_of_chat import common_tokens
 
@@ -31,7 +32,8 @@ class RequestRecord:
     = none. `task` chose the model, None = the request names it. `defaults` are what it did not say,
     and the tables of the file that do. `prefill_s` is the engine's account, None where a stop
     string ended the answer. `relay` names the backend that answered, "" = an engine did; `told` is
-    that backend's account, as ids are known of engines alone.
+    that backend's account, as ids are known of engines alone. `routes` are the choices of a node,
+    each but the first after a loss; () = no other node has the model.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class RequestRecord:
     finish_reason: str = ""
     relay: str = ""
     told: Finished | None = None
+    routes: tuple[RouteDecision, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:

@@ -209,6 +209,7 @@ class Agent:
             clock=self._clock,
             rng=self._rng,
         )
+        stack.push_async_callback(self._services.serving_peers.aclose)
         await stack.enter_async_context(self._services.runtime)
         await self._listeners.start()
         self._tasks = await stack.enter_async_context(Supervisor(self._clock))

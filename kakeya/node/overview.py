@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kakeya.backends.relay.relays import Relays
 from kakeya.core.clock import Clock
-from kakeya.core.figures import Figure, Json
+from kakeya.core.figures import Figure, Json, counter
 from kakeya.core.tasks import TaskHealth
 from kakeya.dispatch.jobs import JobQueue
 from kakeya.node import figures
@@ -50,6 +50,7 @@ class Overview:
         told: Json = {"clients": clients.status(), "requests": clients.waiting()}
         told["images"] = [one.status() for one in self.memory.images.by_id.values()]
         told |= {"jobs": self.jobs.status(), "backends": self.relays.status()}
+        told["routes"] = self.services.routes.status() | {"for_peers": self.services.served}
         return describe(self._view()) | told
 
     def warnings(self) -> list[str]:
@@ -94,6 +95,8 @@ class Overview:
         yield from self.services.peers.figures()
         yield from self.precache.figures()
         yield from self.jobs.figures()
+        yield from self.services.routes.figures()
+        yield counter("kakeya_served_peers", "Generations for peers", self.services.served)
         yield from figures.session_figures(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())
         tasks += (*self.pages.health(), *self.precache.health())

@@ -22,8 +22,8 @@ from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
-from kakeya.dispatch.routed import RouteBook
-from kakeya.dispatch.routed_models import RoutedModels
+from kakeya.dispatch.routed.book import RouteBook
+from kakeya.dispatch.routed.models import RoutedModels
 from kakeya.fleet.placement.draft_sources import FleetDrafts
 from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
@@ -32,7 +32,7 @@ from kakeya.node.doctor import Doctor
 from kakeya.node.fleet import NodeFleet
 from kakeya.node.pages import NodePages
 from kakeya.prefix.peers.peers import PrefixPeers
-from kakeya.prefix.seam import Precache
+from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.sessions.config import SessionConfig
 from kakeya.sessions.prefix_service import PrecacheService
 from kakeya.sessions.service import RuntimeService
@@ -61,7 +61,7 @@ class Services:
         models: VerifierDirectory,
         sessions: SessionConfig,
         pages: NodePages,
-        precache: Precache,
+        precache: NodePrecache,
         *,
         data_dir: Path,
         dispatch: Callable[[str, int | None], str],
@@ -81,9 +81,11 @@ class Services:
         self.clients = Clients(clock.mono)
         texts = TextFiles(data_dir / TEXTS)
         self.routes = RouteBook(clock)
-        self.models = RoutedModels(models, ServingPeers(plane, texts, clock), self.routes)
+        self.serving_peers = ServingPeers(plane, texts, clock)
+        self.models = RoutedModels(models, self.serving_peers, self.routes)
         """The models of the fleet, for clients of this node."""
-        self._serving = ServingService(models, self.drafts, texts, self.clients)
+        precache.elsewhere = self.models.turn_elsewhere
+        self._serving = ServingService(models, self.drafts, texts, self.clients, precache)
         secret = random.SystemRandom()  # session ids are the only key to a history
         self.runtime = RuntimeService(
             models=self.models,
@@ -112,6 +114,11 @@ class Services:
             pages.prefixes.elsewhere = self.peers
         for name in _ALWAYS_SERVING:
             health.set(name, serves=True)
+
+    @property
+    def served(self) -> int:
+        """Generations that were begun for peers."""
+        return self._serving.served
 
     def start(self, supervisor: Supervisor, on_change: Callable[[], None]) -> None:
         """Start background work; `on_change` is called when the card needs new facts."""

@@ -392,6 +392,57 @@ class ReleaseKvResponse(_message.Message):
 Global___ReleaseKvResponse: _TypeAlias = ReleaseKvResponse  # noqa: Y015
 
 @_typing.final
+class WarmTurnRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    KV_KEY_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_LE32_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    client: _builtins.str
+    kv_key: _builtins.str
+    """As the key of the requests of the conversation."""
+    token_ids_le32: _builtins.bytes
+    retention: _builtins.int
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        client: _builtins.str = ...,
+        kv_key: _builtins.str = ...,
+        token_ids_le32: _builtins.bytes = ...,
+        cuts: _abc.Iterable[_builtins.int] | None = ...,
+        retention: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "cuts", b"cuts", "kv_key", b"kv_key", "model_id", b"model_id", "retention", b"retention", "token_ids_le32", b"token_ids_le32"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmTurnRequest: _TypeAlias = WarmTurnRequest  # noqa: Y015
+
+@_typing.final
+class WarmTurnResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmTurnResponse: _TypeAlias = WarmTurnResponse  # noqa: Y015
+
+@_typing.final
 class EmbedTextsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -59,6 +59,11 @@ class ServingServiceStub:
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.ReleaseKvRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_serving__pb2.ReleaseKvResponse.FromString,
                 _registered_method=True)
+        self.WarmTurn = channel.unary_unary(
+                '/kakeya.v1.ServingService/WarmTurn',
+                request_serializer=kakeya_dot_v1_dot_serving__pb2.WarmTurnRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_serving__pb2.WarmTurnResponse.FromString,
+                _registered_method=True)
         self.EmbedTexts = channel.unary_unary(
                 '/kakeya.v1.ServingService/EmbedTexts',
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.EmbedTextsRequest.SerializeToString,
@@ -106,6 +111,13 @@ class ServingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WarmTurn(self, request, context):
+        """Has warm what the next turn of a conversation begins with, as after a turn of an own client.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EmbedTexts(self, request, context):
         """Vectors of texts, by a model that is an encoder.
         """
@@ -140,6 +152,11 @@ def add_ServingServiceServicer_to_server(servicer, server):
                     servicer.ReleaseKv,
                     request_deserializer=kakeya_dot_v1_dot_serving__pb2.ReleaseKvRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_serving__pb2.ReleaseKvResponse.SerializeToString,
+            ),
+            'WarmTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.WarmTurn,
+                    request_deserializer=kakeya_dot_v1_dot_serving__pb2.WarmTurnRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_serving__pb2.WarmTurnResponse.SerializeToString,
             ),
             'EmbedTexts': grpc.unary_unary_rpc_method_handler(
                     servicer.EmbedTexts,
@@ -282,6 +299,33 @@ class ServingService:
             '/kakeya.v1.ServingService/ReleaseKv',
             kakeya_dot_v1_dot_serving__pb2.ReleaseKvRequest.SerializeToString,
             kakeya_dot_v1_dot_serving__pb2.ReleaseKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.ServingService/WarmTurn',
+            kakeya_dot_v1_dot_serving__pb2.WarmTurnRequest.SerializeToString,
+            kakeya_dot_v1_dot_serving__pb2.WarmTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

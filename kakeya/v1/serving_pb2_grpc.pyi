@@ -47,6 +47,8 @@ class ServingServiceStub:
     """
     ReleaseKv: _grpc.UnaryUnaryMultiCallable[_serving_pb2.ReleaseKvRequest, _serving_pb2.ReleaseKvResponse]
     """Forgets the KV of one key."""
+    WarmTurn: _grpc.UnaryUnaryMultiCallable[_serving_pb2.WarmTurnRequest, _serving_pb2.WarmTurnResponse]
+    """Has warm what the next turn of a conversation begins with, as after a turn of an own client."""
     EmbedTexts: _grpc.UnaryUnaryMultiCallable[_serving_pb2.EmbedTextsRequest, _serving_pb2.EmbedTextsResponse]
     """Vectors of texts, by a model that is an encoder."""
 
@@ -67,6 +69,8 @@ class ServingServiceAsyncStub(ServingServiceStub):
     """
     ReleaseKv: _aio.UnaryUnaryMultiCallable[_serving_pb2.ReleaseKvRequest, _serving_pb2.ReleaseKvResponse]  # type: ignore[assignment]
     """Forgets the KV of one key."""
+    WarmTurn: _aio.UnaryUnaryMultiCallable[_serving_pb2.WarmTurnRequest, _serving_pb2.WarmTurnResponse]  # type: ignore[assignment]
+    """Has warm what the next turn of a conversation begins with, as after a turn of an own client."""
     EmbedTexts: _aio.UnaryUnaryMultiCallable[_serving_pb2.EmbedTextsRequest, _serving_pb2.EmbedTextsResponse]  # type: ignore[assignment]
     """Vectors of texts, by a model that is an encoder."""
 
@@ -114,6 +118,14 @@ class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.ReleaseKvResponse, _abc.Awaitable[_serving_pb2.ReleaseKvResponse]]:
         """Forgets the KV of one key."""
+
+    @_abc_1.abstractmethod
+    def WarmTurn(
+        self,
+        request: _serving_pb2.WarmTurnRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.WarmTurnResponse, _abc.Awaitable[_serving_pb2.WarmTurnResponse]]:
+        """Has warm what the next turn of a conversation begins with, as after a turn of an own client."""
 
     @_abc_1.abstractmethod
     def EmbedTexts(

@@ -76,8 +76,11 @@ async def test_a_chunk_in_the_middle_of_a_chat_passes_few_generators_and_calls(
             pieces = await said(served)
     assert len(calls.chunks) > 20, pieces
     middle = slice(4, -4)
-    usual = sorted(calls.chunks[middle], key=Counter.total)[len(calls.chunks[middle]) // 2]
-    assert usual["GenerationRoute._stream"] == usual["EngineClient.decode"] - 1 == 1, usual
+    # On a busy machine two messages may come at once, and their tokens in one chunk.
+    single = [chunk for chunk in calls.chunks[middle] if chunk["EngineClient.decode"] == 2]
+    assert len(single) > 5, calls.chunks
+    usual = sorted(single, key=Counter.total)[len(single) // 2]
+    assert usual["GenerationRoute._stream"] == 1, usual
     assert median(calls.generators[middle]) <= MOST_GENERATORS, usual
     assert usual.total() <= MOST_CALLS, dict(usual)
 

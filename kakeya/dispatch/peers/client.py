@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -15,23 +16,29 @@ from kakeya.core.tasks import is_cancelled
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.wire import manifest_from_wire, quote_from_wire, wait_from_wire
+from kakeya.generation.cuts import unmarked
 from kakeya.generation.engine_wire import facts_from_wire, frames_from_wire, job_to_wire
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Done, Frame, Progress, Tokens
 from kakeya.generation.kv import NO_KV
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import RequestWait
-from kakeya.v1 import engine_pb2, serving_pb2 as pb
-from kakeya.v1.serving_pb2_grpc import ServingServiceAsyncStub, ServingServiceStub
+from kakeya.v1 import engine_pb2
+from kakeya.v1 import serving_pb2 as pb
+from kakeya.v1.serving_pb2_grpc import ServingServiceStub
 from kakeya.wire.status import error_from_rpc
+
+if TYPE_CHECKING:
+    from kakeya.v1.serving_pb2_grpc import ServingServiceAsyncStub
 
 SILENT_S = 8.0
 """A node that streams says something each second: after so long without a word it hangs."""
 _TEXT_S = 60.0
 _MARGIN_S = 5.0
 """Beside the seconds that the peer may take by itself."""
-_RELEASE_S = 2.0
+_SHORT_S = 2.0
 _EMBED_S = 120.0
 
 
@@ -135,13 +142,34 @@ class PeerCalls:
                 raise PeerUnavailable(
                     f"{self._name}: nothing was heard of the answer for {SILENT_S:g} s"
                 ) from None
-        return None if message is grpc.aio.EOF else message
+        return message if isinstance(message, pb.RoutedDecodeResponse) else None  # else its end
 
     async def release(self, model_id: str, kv_key: str) -> None:
         """Have the KV of a key forgotten. Raises the peer's errors."""
         request = pb.ReleaseKvRequest(model_id=model_id, kv_key=kv_key)
         with self._told():
-            await self._stub.ReleaseKv(request, timeout=_RELEASE_S)
+            await self._stub.ReleaseKv(request, timeout=_SHORT_S)
+
+    async def warm_turn(
+        self,
+        model_id: str,
+        client: str,
+        kv_key: str,
+        token_ids: Sequence[int],
+        retention: Retention,
+    ) -> None:
+        """Have the marked tokens warm, with which the next request of a key begins."""
+        ids, cuts = unmarked(token_ids)
+        request = pb.WarmTurnRequest(
+            model_id=model_id,
+            client=client,
+            kv_key=kv_key,
+            token_ids_le32=pack_ids(ids),
+            cuts=cuts,
+            retention=retention,
+        )
+        with self._told():
+            await self._stub.WarmTurn(request, timeout=_SHORT_S)
 
     async def embed(self, model_id: str, texts: Sequence[Sequence[int]], size: int) -> bytes:
         """The vectors of texts, as `EmbeddingModel.embed`. Raises the peer's errors."""

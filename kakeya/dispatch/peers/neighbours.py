@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
+    DeadlineExceeded,
     KakeyaError,
     NotFound,
     PeerError,
@@ -22,13 +23,17 @@ from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, OfferedModel
 from kakeya.generation.request import GenerationPriority
+from kakeya.generation.retention import Retention
 from kakeya.prefix.peers.peers import Neighbourhood
+from kakeya.prefix.seam import PrefixClaim, TokenSource
 
 _log = logging.getLogger(__name__)
 QUOTE_S = 0.25
 """How long a peer may take to quote: an idle one answers in a few milliseconds."""
 MOST_QUOTED = 8
 _MOST_DESCRIBED = 256
+_SLOW_S = 3.0
+"""A node that did not quote in time is in doubt for so long."""
 _SPARED_S = 30.0
 """A node of another build that knows no ServingService is asked again after so long."""
 
@@ -61,9 +66,12 @@ class ServingPeers:
         self._clock = clock
         self._described: dict[tuple[str, str], _Described] = {}
         """By node id and model id."""
+        self._sending: set[asyncio.Task[None]] = set()
         self._bringing: dict[str, asyncio.Lock] = {}
         self._unable: dict[str, float] = {}
         """Node ids, and until when they are not asked, in monotonic seconds."""
+        self._slow: dict[str, float] = {}
+        """Node ids, and until when they are in doubt."""
 
     @property
     def own_id(self) -> str:
@@ -83,7 +91,9 @@ class ServingPeers:
             for offered in card.offers(role, model_id or None):
                 address = self._plane.routes.address_for(card)
                 if address and not self._plane.why_not_dial(address):
-                    found.append(_peer(card, offered, address, card.node_id in suspects))
+                    is_slow = self._slow.get(card.node_id, 0.0) > mono
+                    is_suspect = is_slow or card.node_id in suspects
+                    found.append(_peer(card, offered, address, is_suspect))
         base = model_id.rpartition(":")[0]
         if not found and base:
             return self.offering(base, role)
@@ -114,16 +124,44 @@ class ServingPeers:
         answers = await asyncio.gather(*map(ask, asked))
         return dict(zip((peer.node_id for peer in asked), answers, strict=True))
 
+    def abroad(self, kv_key: str) -> str:
+        """The name at other nodes of a KV key of this node."""
+        return f"{self.own_id}/{kv_key}" if kv_key else ""
+
+    def warm_turn(
+        self, peer: ServingPeer, claim: PrefixClaim, kv_key: str, tokens: TokenSource
+    ) -> None:
+        """Have a conversation's next turn warm at a peer, in the background: without it the next
+        request computes what it needs."""
+
+        async def send() -> None:
+            with contextlib.suppress(KakeyaError):
+                history = await tokens()
+                retention = claim.use.retention or Retention.LONG
+                await self.calls(peer).warm_turn(
+                    claim.model_id, claim.client, self.abroad(kv_key), history, retention
+                )
+
+        task = asyncio.create_task(send(), name=f"next turn of {kv_key}")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def aclose(self) -> None:
+        """End what is under way."""
+        for task in self._sending:
+            task.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+
     def failed(self, peer: ServingPeer, failure: KakeyaError) -> None:
         """Note the failure of a call: a node that does not answer comes in doubt."""
         if isinstance(failure, UnknownMethod):
             self._unable[peer.node_id] = self._clock.mono() + _SPARED_S
+        elif isinstance(failure, DeadlineExceeded):
+            self._slow[peer.node_id] = self._clock.mono() + _SLOW_S
         elif isinstance(failure, PeerError):
             self._plane.call_failed(peer.address)
 
-    def known(
-        self, model_id: str, role: CardRole = CardRole.VERIFIER
-    ) -> PeerDescription | None:
+    def known(self, model_id: str, role: CardRole = CardRole.VERIFIER) -> PeerDescription | None:
         """What is known of a model of any peer without asking one."""
         for peer in self.offering(model_id, role):
             found = self._described.get((peer.node_id, model_id))

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Protocol
 
 from kakeya.generation.facts import ModelFacts, ModelLoad, ModelState
-from kakeya.generation.model import ServedModel
+from kakeya.generation.model import ModelDirectory, ServedModel
 
 
 class QuotedModel(ServedModel, Protocol):
@@ -31,6 +31,18 @@ class QuotedModel(ServedModel, Protocol):
 
     def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
         """How many leading tokens of a history have their KV here."""
+        ...
+
+
+class OwnModels(ModelDirectory, Protocol):
+    """The models of this node alone."""
+
+    def get(self, model_id: str, client: str = "") -> QuotedModel:
+        """As `ModelDirectory`."""
+        ...
+
+    def verifiers(self) -> tuple[QuotedModel, ...]:
+        """As `ModelDirectory`."""
         ...
 
 
@@ -75,8 +87,9 @@ def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) 
 
 
 def weights_of(facts: ModelFacts) -> str:
-    """Names the weights of a model, and the tokens that its ids stand for."""
-    return _digest(facts.weights_state, facts.base_fingerprint, facts.vocabulary_digest)
+    """Names the weights of a model, on any node, and the tokens that its ids stand for."""
+    made_of = facts.base_fingerprint or f"{facts.quantization} {facts.weight_bytes}"
+    return _digest(made_of, facts.vocabulary_digest)
 
 
 def numerics_of(facts: ModelFacts) -> str:

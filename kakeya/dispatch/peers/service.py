@@ -10,49 +10,38 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
 from kakeya.core.errors import KakeyaError, Refused
 from kakeya.dispatch.clients import Clients
-from kakeya.dispatch.peers.quote import QuotedModel, quote_of
+from kakeya.dispatch.peers.quote import OwnModels, QuotedModel, quote_of
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.dispatch.peers.wire import manifest_to_wire, quote_to_wire, wait_to_wire
+from kakeya.generation.cuts import marked
 from kakeya.generation.engine_wire import (
     facts_to_wire,
     frames_to_wire,
     ids_from_wire,
     request_from_wire,
 )
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Frame
-from kakeya.generation.model import DraftRouter, EmbeddingModel, LoadableModel
+from kakeya.generation.model import DraftRouter, LoadableModel
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import WaitTeller
-from kakeya.v1 import engine_pb2, serving_pb2 as pb
+from kakeya.prefix.names.keys import CacheKeys
+from kakeya.prefix.seam import CacheUse, Precache, PrefixClaim
+from kakeya.v1 import engine_pb2
+from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceServicer
 from kakeya.wire.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
 BEAT_S = 1.0
 """After so long without a frame, a message says for what the request waits."""
-
-
-class OwnModels(Protocol):
-    """The models of this node alone."""
-
-    def get(self, model_id: str, client: str = "") -> QuotedModel:
-        """As `ModelDirectory.get`."""
-        ...
-
-    def embedder(self, model_id: str) -> EmbeddingModel:
-        """As `ModelDirectory.embedder`."""
-        ...
-
-    def embedders(self) -> tuple[EmbeddingModel, ...]:
-        """As `ModelDirectory.embedders`."""
-        ...
 
 
 @asynccontextmanager
@@ -67,8 +56,14 @@ class ServingService(ServingServiceServicer):
     """The servicer; `clients` counts the requests of peers beside those of this node."""
 
     def __init__(
-        self, models: OwnModels, router: DraftRouter, texts: TextFiles, clients: Clients
+        self,
+        models: OwnModels,
+        router: DraftRouter,
+        texts: TextFiles,
+        clients: Clients,
+        precache: Precache,
     ) -> None:
+        self._precache = precache
         self._models = models
         self._router = router
         self._texts = texts
@@ -146,8 +141,28 @@ class ServingService(ServingServiceServicer):
     ) -> pb.ReleaseKvResponse:
         """Forget the KV of one key."""
         async with _errors_end(context):
-            await self._models.get(request.model_id).release(request.kv_key)
+            model = self._models.get(request.model_id)
+            if model.facts is not None and request.kv_key:
+                claim = _claim(model.model_id, model.facts, "", request.kv_key, Retention.SHORT)
+                await model.release(self._precache.kv_key(claim))
         return pb.ReleaseKvResponse()
+
+    async def WarmTurn(self, request: pb.WarmTurnRequest, context: Context) -> pb.WarmTurnResponse:
+        """Have the next turn of a conversation warm."""
+        async with _errors_end(context):
+            model = self._models.get(request.model_id, request.client)
+            history = marked(ids_from_wire(request.token_ids_le32), tuple(request.cuts))
+
+            async def tokens() -> Sequence[int]:
+                return history
+
+            if model.facts is not None and request.kv_key:
+                retention = _retention(request.retention)
+                claim = _claim(
+                    model.model_id, model.facts, request.client, request.kv_key, retention
+                )
+                self._precache.turn_ended(claim, tokens)
+        return pb.WarmTurnResponse()
 
     async def EmbedTexts(
         self, request: pb.EmbedTextsRequest, context: Context
@@ -174,11 +189,16 @@ class ServingService(ServingServiceServicer):
         model = self._models.get(request.model_id, asked.client)
         facts = model.facts
         drafts = () if facts is None else self._router.sources(facts, request.draft_policy)
-        retention = request.retention
+        retention = _retention(request.retention)
+        kv_key = ""
+        if facts is not None and asked.kv_key:
+            claim = _claim(model.model_id, facts, asked.client, asked.kv_key, retention)
+            kv_key = self._precache.kv_key(claim)
         asked = replace(
             asked,
             draft_sources=drafts,
-            kv_retention=Retention(retention) if retention in set(Retention) else Retention.LONG,
+            kv_key=kv_key,
+            kv_retention=retention,
             stay_warm_s=request.stay_warm_seconds,
         )
         return asked, model
@@ -202,6 +222,18 @@ async def _with_beats(frames: AsyncGenerator[Frame, None]) -> AsyncGenerator[Fra
             if frame is None:
                 return
             yield frame
+
+
+def _claim(
+    model_id: str, facts: ModelFacts, client: str, kv_key: str, retention: Retention
+) -> PrefixClaim:
+    """A conversation of a peer, by the key that the peer has for its KV."""
+    use = CacheUse(keys=CacheKeys(conversation_id=kv_key), retention=retention)
+    return PrefixClaim(model_id=model_id, facts=facts, client=client, use=use)
+
+
+def _retention(raw: int) -> Retention:
+    return Retention(raw) if raw in set(Retention) else Retention.LONG
 
 
 def _priority(raw: int) -> GenerationPriority:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kakeya.dispatch.peers.quote import Quote
 from kakeya.generation.facts import ModelLoad
 from kakeya.generation.manifest import GivenTemplate, Manifest, Thinking
 from kakeya.generation.waiting import RequestWait, WaitReason
-from kakeya.dispatch.peers.quote import Quote
 from kakeya.v1 import serving_pb2 as pb
 
 _NOT_KNOWN = -1.0

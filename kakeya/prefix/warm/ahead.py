@@ -128,6 +128,8 @@ class NodePrecache:
         self._warmed_pids: dict[str, int | None] = {}
         self._told_crowded: set[str] = set()
         self._used_by: dict[_Slot, str] = {}
+        self.elsewhere: Callable[[PrefixClaim, str, TokenSource], bool] = lambda *_: False
+        """Takes over what is to be warm under a KV key, if another node serves its requests."""
         self._rendered: dict[int, bytes] = {}
         """Digests of the last rendered texts of declared prompts; b"" = they could not be
         rendered."""
@@ -176,7 +178,7 @@ class NodePrecache:
 
     def turn_ended(self, claim: PrefixClaim, tokens: TokenSource) -> None:
         """Have the beginning of the next request warm, when there is time."""
-        if not claim.use.is_empty:
+        if not claim.use.is_empty and not self.elsewhere(claim, self.kv_key(claim), tokens):
             self._prewarmer.submit(self._prefix(claim, tokens), Kind.TURN)
 
     def opened(self, claim: PrefixClaim) -> asyncio.Future[WarmReport] | None:

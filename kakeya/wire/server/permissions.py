@@ -60,6 +60,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "ReadTextFiles": _MEMBERS,
         "Decode": _MEMBERS,
         "ReleaseKv": _MEMBERS,
+        "WarmTurn": _MEMBERS,
         "EmbedTexts": _MEMBERS,
     },
     "kakeya.v1.RuntimeService": {

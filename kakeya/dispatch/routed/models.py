@@ -6,35 +6,23 @@ A name that only this node serves gives its own model as it is, so a node alone 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Protocol
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.dispatch.peers.neighbours import ServingPeers
-from kakeya.dispatch.peers.quote import QuotedModel
-from kakeya.dispatch.routed import RouteBook, RoutedModel
-from kakeya.dispatch.routed_embedder import RoutedEmbedder
+from kakeya.dispatch.peers.quote import OwnModels, QuotedModel
+from kakeya.dispatch.routed.book import RouteBook
+from kakeya.dispatch.routed.embedder import RoutedEmbedder
+from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.fleet.cards.cards import CardRole
 from kakeya.generation.image import ImageModel
 from kakeya.generation.model import AdaptedId, EmbeddingModel, ModelDirectory, ServedModel
-
-
-class NodeModels(Protocol):
-    """The directory of this node alone."""
-
-    def get(self, model_id: str, client: str = "") -> QuotedModel: ...
-    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]: ...
-    def verifiers(self) -> Sequence[QuotedModel]: ...
-    def embedder(self, model_id: str) -> EmbeddingModel: ...
-    def embedders(self) -> tuple[EmbeddingModel, ...]: ...
-    def image_model(self, model_id: str) -> ImageModel: ...
-    def image_models(self) -> tuple[ImageModel, ...]: ...
+from kakeya.prefix.seam import PrefixClaim, TokenSource
 
 
 class RoutedModels(ModelDirectory):
     """A `ModelDirectory` of the fleet."""
 
-    def __init__(self, own: NodeModels, peers: ServingPeers, book: RouteBook) -> None:
+    def __init__(self, own: OwnModels, peers: ServingPeers, book: RouteBook) -> None:
         self._own = own
         self._peers = peers
         self._book = book
@@ -90,6 +78,18 @@ class RoutedModels(ModelDirectory):
     def image_models(self) -> tuple[ImageModel, ...]:
         """The image models of this node."""
         return self._own.image_models()
+
+    def turn_elsewhere(self, claim: PrefixClaim, kv_key: str, tokens: TokenSource) -> bool:
+        """Have the next turn of a conversation warm at the peer that serves it; False where this
+        node does."""
+        last = self._book.last_node(kv_key)
+        peer = next(
+            (one for one in self._peers.offering(claim.model_id) if one.node_id == last), None
+        )
+        if peer is None:
+            return False
+        self._peers.warm_turn(peer, claim, kv_key, tokens)
+        return True
 
     def _first(self) -> str:
         offered = [str(peer.offered.model_id) for peer in self._peers.offering()]

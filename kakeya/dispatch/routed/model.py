@@ -1,0 +1,195 @@
+"""A model of the fleet, as one of this node's.
+
+    ready     the facts of the model, from here or from a peer; nothing loads where a peer has it
+    decode    quotes of the nodes -> one scored decision -> the frames of the chosen node; after a
+              loss the decision is made anew for the tokens that are left
+
+`backends/attempt` goes on over losses of engines of one node, this over losses of nodes. Both count
+committed tokens with a `Continuation`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+from kakeya.core.errors import (
+    Conflict,
+    KakeyaError,
+    LoadFailed,
+    NotFound,
+    PeerError,
+    Refused,
+    UnknownMethod,
+)
+from kakeya.core.log import event
+from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
+from kakeya.dispatch.peers.quote import QuotedModel
+from kakeya.dispatch.routed.book import RouteBook
+from kakeya.dispatch.routed.route import Route, facts_of, offering
+from kakeya.dispatch.routing.decision import RouteDecision
+from kakeya.generation.continuation import Continuation
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
+from kakeya.generation.frames import Done, Frame, Tokens
+from kakeya.generation.manifest import NO_MANIFEST, Manifest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.waiting import RequestWait
+
+_log = logging.getLogger(__name__)
+_ELSEWHERE = (PeerError, Refused, Conflict, LoadFailed, NotFound, UnknownMethod)
+"""Failures of one node that say nothing of another."""
+
+
+class RoutedModel:
+    """A `ServedModel` for one client; see the module."""
+
+    def __init__(
+        self,
+        model_id: str,
+        client: str,
+        own: QuotedModel | None,
+        peers: ServingPeers,
+        book: RouteBook,
+    ) -> None:
+        """`own` is the model of this node with this name; None = it has none."""
+        self._model_id = model_id
+        self._client = client
+        self._own = own
+        self._peers = peers
+        self._book = book
+        self._clock = book.clock
+        self.decisions: list[RouteDecision] = []
+        """Of its generations, in order."""
+
+    @property
+    def model_id(self) -> str:
+        """The name that callers use."""
+        return self._model_id
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of this node, or else of a peer that was asked."""
+        if self._own is not None:
+            return self._own.manifest
+        known = self._peers.known(self._model_id)
+        return NO_MANIFEST if known is None else known.manifest
+
+    @property
+    def state(self) -> ModelState:
+        """READY where this node or a peer serves it."""
+        if self._own is not None and self._own.state is ModelState.READY:
+            return ModelState.READY
+        if self._offering():
+            return ModelState.READY
+        return ModelState.UNLOADED if self._own is None else self._own.state
+
+    @property
+    def last_error(self) -> str:
+        """That of the own model; "" where there is none."""
+        return "" if self._own is None else self._own.last_error
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """Those of this node, or else of a peer that was asked."""
+        return facts_of(self._peers, self._model_id, self._own)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the own model."""
+        return None if self._own is None else self._own.folder
+
+    def waits_for(self) -> RequestWait | None:
+        """What the own model waits for."""
+        return None if self._own is None or self._offering() else self._own.waits_for()
+
+    async def ready(
+        self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
+    ) -> ModelFacts:
+        """See `ServedModel`. Where a peer serves the model, nothing is loaded here."""
+        own = self._own
+        if own is not None and (own.facts is not None or not self._offering()):
+            return own.facts or await own.ready(timeout_s, priority)
+        try:
+            return (
+                await self._peers.describe(self._model_id, self._client, timeout_s, priority)
+            ).facts
+        except KakeyaError:
+            if own is None:
+                raise
+            return await own.ready(timeout_s, priority)
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
+        """See `ServedModel`. Raises the failure of the last node where no other can go on."""
+        clock = self._clock
+        job = Continuation(request, clock.mono())
+        route = Route(self._model_id, self._own, self._peers, self._book)
+        while True:
+            rest = job.rest(clock.mono())
+            decision, told = await route.decide(rest, has_begun=job.has_begun)
+            self.decisions.append(decision)
+            key = self._book.begin(told, decision)
+            try:
+                async with aclosing(self._frames(decision.node_id, route, rest)) as frames:
+                    async for frame in frames:
+                        taken = job.take(frame, clock.mono())
+                        if isinstance(taken, Tokens):
+                            self._book.ledger.first_token(key, clock.mono())
+                            route.began_at(decision.node_id)
+                        if taken is not None:
+                            yield taken
+                        if isinstance(taken, Done):
+                            return
+            except _ELSEWHERE as failure:
+                job.interrupt()
+                route.lost(decision.node_id, failure)
+                event(
+                    _log,
+                    "a node did not finish a request",
+                    level=logging.WARNING,
+                    model=self._model_id,
+                    node=decision.node_id,
+                    tokens=job.tokens,
+                    error=failure.message,
+                )
+            finally:
+                self._book.ledger.end(key, clock.mono())
+            facts = self.facts
+            if facts is not None and (done := job.finish(facts.context_tokens, clock.mono())):
+                yield done
+                return
+
+    async def release(self, kv_key: str) -> None:
+        """Forget the KV of a key, here and at the node that served its last request."""
+        if self._own is not None:
+            await self._own.release(kv_key)
+        last = self._book.last_node(kv_key)
+        for peer in self._offering():
+            if peer.node_id == last:
+                try:
+                    await self._peers.calls(peer).release(
+                        self._model_id, self._peers.abroad(kv_key)
+                    )
+                except KakeyaError as failure:  # it is a matter of room, not of right and wrong
+                    self._peers.failed(peer, failure)
+
+    async def stats(self) -> EngineStats:
+        """Those of the own engine."""
+        return EngineStats() if self._own is None else await self._own.stats()
+
+    # Between the parts of this module
+
+    def _offering(self) -> tuple[ServingPeer, ...]:
+        return offering(self._peers, self._model_id, self._own)
+
+    def _frames(
+        self, node_id: str, route: Route, rest: DecodeRequest
+    ) -> AsyncGenerator[Frame, None]:
+        if node_id == self._peers.own_id and self._own is not None:
+            return self._own.decode(rest)
+        peer = route.peer(node_id)
+        policy = "auto" if rest.draft_sources else "off"
+        asked = replace(rest, draft_sources=(), kv_key=self._peers.abroad(rest.kv_key))
+        return self._peers.calls(peer).decode(self._model_id, asked, policy)

@@ -1,0 +1,193 @@
+"""The way of one generation through the fleet: quotes of the nodes, then a decision; after the loss
+of a node another one, for the tokens that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+from kakeya.core.errors import KakeyaError, PeerError
+from kakeya.core.units import pack_ids
+from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
+from kakeya.dispatch.peers.quote import Quote, QuotedModel, quote_of
+from kakeya.dispatch.routed.book import RouteBook
+from kakeya.dispatch.routing.candidate import (
+    NodeLink,
+    NodeSpeed,
+    QueuedWork,
+    RouteCandidate,
+    RoutedRequest,
+)
+from kakeya.dispatch.routing.decision import NoRoute, RouteDecision, choose
+from kakeya.generation.facts import ModelFacts, ModelState
+from kakeya.generation.request import DecodeRequest
+
+RESUME_S = 30.0
+"""How long a request that lost its node, or whose answer has begun, waits for one to go on."""
+RETRY_S = 0.5
+_MOST_LOSSES = 6
+"""Losses of nodes in a row, without a token between them, that end a request."""
+_LEAST_BLOCK_TOKENS = 64
+_UNKNOWN_LOAD_S = 30.0
+"""Of a model that was never loaded: a guess, with which nodes that have it come first."""
+
+
+def offering(
+    peers: ServingPeers, model_id: str, own: QuotedModel | None
+) -> tuple[ServingPeer, ...]:
+    """The peers that may serve a model, with the tokens of the own one where there is one."""
+    found = peers.offering(model_id)
+    facts = None if own is None else own.facts
+    if facts is None or not facts.vocabulary_digest:
+        return found
+    same = ("", facts.vocabulary_digest)
+    return tuple(peer for peer in found if peer.offered.vocabulary_digest in same)
+
+
+def facts_of(peers: ServingPeers, model_id: str, own: QuotedModel | None) -> ModelFacts | None:
+    """The facts of the own model, or else of a peer's that was asked."""
+    if own is not None and own.facts is not None:
+        return own.facts
+    known = peers.known(model_id)
+    return None if known is None else known.facts
+
+
+class Route:
+    """The way of one generation through the fleet."""
+
+    def __init__(
+        self, model_id: str, own: QuotedModel | None, peers: ServingPeers, book: RouteBook
+    ) -> None:
+        """`own` is the model of this node with this name; None = it has none."""
+        self._model_id = model_id
+        self._own = own
+        self._peers = peers
+        self._book = book
+        self._clock = book.clock
+        self._live: dict[str, ServingPeer] = {}
+        self._quotes: dict[str, Quote] = {}
+        self._lost: dict[str, str] = {}
+        self._losses = 0
+        self._last: KakeyaError | None = None
+        self._weights = ""
+
+    def peer(self, node_id: str) -> ServingPeer:
+        """A node of the last decision."""
+        return self._live[node_id]
+
+    def began_at(self, node_id: str) -> None:
+        """Note that tokens come from a node: others have to have its weights to go on."""
+        self._losses = 0
+        quote = self._quotes.get(node_id)
+        self._weights = self._weights or (quote.weights if quote is not None else "")
+
+    def lost(self, node_id: str, failure: KakeyaError) -> None:
+        """Note that a node did not finish the request."""
+        self._lost[node_id] = failure.message
+        self._losses += 1
+        self._last = failure
+        if (peer := self._live.get(node_id)) is not None:
+            self._peers.failed(peer, failure)
+
+    async def decide(
+        self, rest: DecodeRequest, *, has_begun: bool
+    ) -> tuple[RouteDecision, RoutedRequest]:
+        """Choose a node. Raises the last failure, or NoRoute, where none can serve the request."""
+        if self._last is not None:
+            if self._losses >= _MOST_LOSSES:
+                raise self._last
+            self._book.moved += 1
+        is_patient = has_begun or isinstance(self._last, PeerError)
+        until_mono = self._clock.mono() + (RESUME_S if is_patient else 0.0)
+        while True:
+            told = self._told(rest)
+            try:
+                decision = choose(told, await self._candidates(rest, told))
+            except NoRoute as none:
+                failure = self._last or none
+                # A refusal may be over when nodes were lost meanwhile: all are tried again.
+                self._lost.clear()
+                if self._clock.mono() >= until_mono:
+                    raise failure from None
+                await self._clock.sleep(RETRY_S)
+                continue
+            return decision, told
+
+    def _told(self, rest: DecodeRequest) -> RoutedRequest:
+        facts = facts_of(self._peers, self._model_id, self._own)
+        block = max(_LEAST_BLOCK_TOKENS, facts.kv_block_tokens if facts is not None else 0)
+        return RoutedRequest(
+            prompt_tokens=len(rest.token_ids),
+            output_tokens=min(rest.max_tokens, RoutedRequest(prompt_tokens=0).output_tokens),
+            priority=rest.priority,
+            deadline_s=rest.deadline_s,
+            conversation=rest.kv_key,
+            last_node=self._book.last_node(rest.kv_key),
+            blocks=_block_names(rest.token_ids, block),
+            block_tokens=block,
+            kv_bytes_per_token=facts.kv_bytes_per_token if facts is not None else 0,
+        )
+
+    async def _candidates(
+        self, rest: DecodeRequest, told: RoutedRequest
+    ) -> Sequence[RouteCandidate]:
+        offered = offering(self._peers, self._model_id, self._own)
+        left = [peer for peer in offered if peer.node_id not in self._lost]
+        own_id = self._peers.own_id
+        has_own = self._own is not None and own_id not in self._lost
+        # A node in doubt would only delay the answer where another one can give it.
+        trusted = [peer for peer in left if not peer.is_suspect]
+        peers = trusted if trusted or has_own else left
+        self._live |= {peer.node_id: peer for peer in peers}
+        answers: Mapping[str, Quote | str] = {}
+        if peers:
+            answers = await self._peers.quotes(
+                peers, self._model_id, rest.client, rest.token_ids, rest.cuts
+            )
+        found: list[RouteCandidate] = []
+        if self._own is not None and has_own:
+            quote = quote_of(self._own, rest.token_ids, rest.cuts)
+            found.append(self._candidate(own_id, quote, None))
+        for peer in peers:
+            answer = answers.get(peer.node_id, "it was not asked: too many nodes have the model")
+            found.append(self._candidate(peer.node_id, answer, peer))
+        found += [RouteCandidate(node_id=one, unfit=why) for one, why in self._lost.items()]
+        return self._book.ledger.corrected(told, found, self._clock.mono())
+
+    def _candidate(
+        self, node_id: str, quote: Quote | str, peer: ServingPeer | None
+    ) -> RouteCandidate:
+        if isinstance(quote, str):
+            return RouteCandidate(node_id=node_id, unfit=quote)
+        self._quotes[node_id] = quote
+        unfit = quote.refusal
+        if self._weights and quote.weights != self._weights:
+            unfit = "its weights are not those that began the answer"
+        load = quote.load
+        return RouteCandidate(
+            node_id=node_id,
+            is_local=peer is None,
+            state=ModelState.READY if quote.is_ready else ModelState.UNLOADED,
+            load_s=_UNKNOWN_LOAD_S if quote.load_s is None else quote.load_s,
+            speed=NodeSpeed(
+                prefill_tokens_per_s=quote.prefill_tokens_per_s,
+                decode_tokens_per_s=quote.tokens_per_s,
+                max_rows=quote.batch_rows,
+            ),
+            work=QueuedWork(
+                prompt_tokens=load.waiting_tokens, rows=(0,) * (load.decoding + load.waiting)
+            ),
+            link=NodeLink(round_trip_s=0.0 if peer is None else peer.rtt_s),
+            warm_tokens=quote.cached_tokens,
+            is_warm_exact=True,
+            unfit=unfit,
+        )
+
+
+def _block_names(token_ids: Sequence[int], block_tokens: int) -> tuple[bytes, ...]:
+    digest, names = sha256(), []
+    packed, size = pack_ids(token_ids), 4 * block_tokens
+    for start in range(0, len(packed) - size + 1, size):
+        digest.update(packed[start : start + size])
+        names.append(digest.digest()[:16])
+    return tuple(names)
