@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kakeya.adapters.manager import AdapterManager, AdapterWish
 from kakeya.backends.resident import ResidentModel
-from kakeya.generation.facts import EngineStats, ModelFacts, ModelLoad, ModelState
+from kakeya.generation.facts import EngineStats, ModelFacts, RequestLoad, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, GenerationPriority
@@ -59,7 +59,7 @@ class AdaptedModel:
         return self._base.waits_for()
 
     @property
-    def load(self) -> ModelLoad:
+    def load(self) -> RequestLoad:
         """The generations of the base, with any adapter."""
         return self._base.load
 

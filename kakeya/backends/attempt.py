@@ -55,31 +55,26 @@ class Attempt:
         self._wish = adapter
         self._patience_s = patience_s
         self._on_usage = on_usage
-        self._job = Continuation(request, clock.mono())
+        self.job = Continuation(request, clock.mono())
         self._source: EngineLife | None = None
         self._lost: Engine | None = None
         self._use: AdapterUse | None = None
         self._exchange: PrefixExchange | None = None
         self._exchanged = ""
         self.is_held = True
-        """Whether the generation waits for its resources or has them: not before or after that."""
+        """Whether it waits for its resources or has them."""
         self.waits_for: WaitReason | None = None
         """None while an engine works."""
         self._teller = request.wait
         if self._teller is not None:
             self._teller.ask = self._wait
 
-    @property
-    def prompt_left(self) -> int:
-        """Tokens of the prompt that are left to compute; 0 = the answer has begun."""
-        return self._job.prompt_left
-
     async def frames(self) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last, after all resources are given back.
 
         Raises the errors of acquiring, and PeerUnavailable if no engine can finish it.
         """
-        job, mono = self._job, self._clock.mono
+        job, mono = self.job, self._clock.mono
         ending: endings.AttemptEnding | None = None
         async with AsyncExitStack() as held:
             while not isinstance(ending, Done):
@@ -110,7 +105,7 @@ class Attempt:
 
     def _wait(self) -> RequestWait | None:
         """For what the generation waits; None once its answer has begun."""
-        if self._job.has_begun or self._teller is None:
+        if self.job.has_begun or self._teller is None:
             return None
         return wait_of(self._model, self.waits_for, self._teller.place)
 
@@ -140,7 +135,7 @@ class Attempt:
         left_s = self._rest().deadline_s
         patience_s = self._patience_s if left_s is None else left_s
         await self._model.ready(patience_s, self._request.priority)
-        begun = self._use.record if self._use is not None and self._job.has_begun else None
+        begun = self._use.record if self._use is not None and self.job.has_begun else None
         return await wish.acquire(patience_s, begun)
 
     async def _engine(self, source: EngineLife) -> Engine:
@@ -169,7 +164,7 @@ class Attempt:
 
     def _rest(self) -> DecodeRequest:
         """Return the request for the tokens that are left."""
-        rest = self._job.rest(self._clock.mono())
+        rest = self.job.rest(self._clock.mono())
         if self._use is not None:
             rest = replace(rest, adapter_id=self._use.adapter_id)
         return rest if self._exchange is None else replace(rest, kv=self._exchange)
@@ -179,7 +174,7 @@ class Attempt:
         model_id = self._model.model_id
         ending = endings.ending_of(
             failure,
-            self._job,
+            self.job,
             model_id=model_id,
             adapter=self._wish.model_id if self._wish is not None else "",
             most=source.options.max_losses_in_a_row,
@@ -212,4 +207,4 @@ class Attempt:
             await held.aclose()
         await self._clock.sleep(retry.in_s)
         facts, now = self._model.facts, self._clock.mono()
-        return None if facts is None else self._job.finish(facts.context_tokens, now)
+        return None if facts is None else self.job.finish(facts.context_tokens, now)

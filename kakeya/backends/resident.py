@@ -44,7 +44,7 @@ from kakeya.core.errors import (
 from kakeya.core.figures import Json
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.config import WAIT_S
-from kakeya.generation.facts import EngineStats, ModelFacts, ModelLoad, ModelState
+from kakeya.generation.facts import EngineStats, ModelFacts, RequestLoad, ModelState
 from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.manifest import Category
 from kakeya.generation.request import DecodeRequest, GenerationPriority
@@ -231,11 +231,11 @@ class ResidentModel:
         return self._asking + (self.backend.waiting if self.backend else 0)
 
     @property
-    def load(self) -> ModelLoad:
+    def load(self) -> RequestLoad:
         """The generations that hold the model or wait for it."""
-        left = [attempt.prompt_left for attempt in self._attempts if attempt.is_held]
+        left = [attempt.job.prompt_left for attempt in self._attempts if attempt.is_held]
         waiting = [tokens for tokens in left if tokens]
-        return ModelLoad(
+        return RequestLoad(
             decoding=len(left) - len(waiting), waiting=len(waiting), waiting_tokens=sum(waiting)
         )
 

@@ -95,7 +95,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLoad:
+class RequestLoad:
     """The requests that a model has at this moment: those that decode, those that wait for their
     first token, and the tokens of their prompts that are left to compute."""
 

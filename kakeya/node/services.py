@@ -22,7 +22,7 @@ from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
-from kakeya.dispatch.routed.book import RouteBook
+from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.models import RoutedModels
 from kakeya.fleet.placement.draft_sources import FleetDrafts
 from kakeya.generation.facts import ModelState
@@ -80,7 +80,7 @@ class Services:
         limits = SessionLimits(capacity=sessions.capacity, idle_ttl_s=sessions.idle_ttl_s)
         self.clients = Clients(clock.mono)
         texts = TextFiles(data_dir / TEXTS)
-        self.routes = RouteBook(clock)
+        self.routes = RouteHistory(clock)
         self.serving_peers = ServingPeers(plane, texts, clock)
         self.models = RoutedModels(models, self.serving_peers, self.routes)
         """The models of the fleet, for clients of this node."""

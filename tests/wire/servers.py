@@ -21,6 +21,7 @@ from kakeya.v1 import (
     fleet_pb2,
     precache_pb2,
     runtime_pb2,
+    serving_pb2,
 )
 from kakeya.wire.channels import Keepalive
 from kakeya.wire.security import Caller, CertRole, TlsMaterial
@@ -37,6 +38,7 @@ FILES = (
     fleet_pb2,
     precache_pb2,
     runtime_pb2,
+    serving_pb2,
     health_pb2,
 )
 ANY_PORT = "127.0.0.1:0"

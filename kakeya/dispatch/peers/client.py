@@ -40,6 +40,8 @@ _MARGIN_S = 5.0
 """Beside the seconds that the peer may take by itself."""
 _SHORT_S = 2.0
 _EMBED_S = 120.0
+_LONGEST_S = 24 * 3600.0
+"""Of an answer; one that no more is heard of ends long before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ class PeerCalls:
         if request.wait is not None:
             request.wait.ask = lambda: told
         with self._told():
-            call = self._stub.Decode(message)
+            call = self._stub.Decode(message, timeout=_LONGEST_S)
         try:
             while (answer := await self._next(call)) is not None:
                 if not answer.HasField("frames"):

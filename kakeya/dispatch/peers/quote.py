@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol
 
-from kakeya.generation.facts import ModelFacts, ModelLoad, ModelState
+from kakeya.generation.facts import ModelFacts, RequestLoad, ModelState
 from kakeya.generation.model import ModelDirectory, ServedModel
 
 
@@ -15,7 +15,7 @@ class QuotedModel(ServedModel, Protocol):
     """A model of this node, with what its peers ask of it."""
 
     @property
-    def load(self) -> ModelLoad:
+    def load(self) -> RequestLoad:
         """Its requests at this moment."""
         ...
 
@@ -60,7 +60,7 @@ class Quote:
     prefill_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0
     batch_rows: int = 1
-    load: ModelLoad = field(default_factory=ModelLoad)
+    load: RequestLoad = field(default_factory=RequestLoad)
     cached_tokens: int = 0
     refusal: str = ""
     weights: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kakeya.dispatch.peers.quote import Quote
-from kakeya.generation.facts import ModelLoad
+from kakeya.generation.facts import RequestLoad
 from kakeya.generation.manifest import GivenTemplate, Manifest, Thinking
 from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.v1 import serving_pb2 as pb
@@ -38,7 +38,7 @@ def quote_from_wire(message: pb.QuoteResponse) -> Quote:
         prefill_tokens_per_s=max(0.0, message.prefill_tokens_per_second),
         tokens_per_s=max(0.0, message.tokens_per_second),
         batch_rows=max(1, message.batch_rows),
-        load=ModelLoad(
+        load=RequestLoad(
             decoding=message.decoding,
             waiting=message.waiting,
             waiting_tokens=message.waiting_tokens,

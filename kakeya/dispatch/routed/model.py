@@ -28,8 +28,8 @@ from kakeya.core.errors import (
 from kakeya.core.log import event
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import QuotedModel
-from kakeya.dispatch.routed.book import RouteBook
-from kakeya.dispatch.routed.route import Route, facts_of, offering
+from kakeya.dispatch.routed.history import RouteHistory
+from kakeya.dispatch.routed.route import RequestRoute, facts_of, offering
 from kakeya.dispatch.routing.decision import RouteDecision
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
@@ -52,15 +52,15 @@ class RoutedModel:
         client: str,
         own: QuotedModel | None,
         peers: ServingPeers,
-        book: RouteBook,
+        history: RouteHistory,
     ) -> None:
         """`own` is the model of this node with this name; None = it has none."""
         self._model_id = model_id
         self._client = client
         self._own = own
         self._peers = peers
-        self._book = book
-        self._clock = book.clock
+        self._history = history
+        self._clock = history.clock
         self.decisions: list[RouteDecision] = []
         """Of its generations, in order."""
 
@@ -125,18 +125,18 @@ class RoutedModel:
         """See `ServedModel`. Raises the failure of the last node where no other can go on."""
         clock = self._clock
         job = Continuation(request, clock.mono())
-        route = Route(self._model_id, self._own, self._peers, self._book)
+        route = RequestRoute(self._model_id, self._own, self._peers, self._history)
         while True:
             rest = job.rest(clock.mono())
             decision, told = await route.decide(rest, has_begun=job.has_begun)
             self.decisions.append(decision)
-            key = self._book.begin(told, decision)
+            key = self._history.begin(told, decision)
             try:
                 async with aclosing(self._frames(decision.node_id, route, rest)) as frames:
                     async for frame in frames:
                         taken = job.take(frame, clock.mono())
                         if isinstance(taken, Tokens):
-                            self._book.ledger.first_token(key, clock.mono())
+                            self._history.ledger.first_token(key, clock.mono())
                             route.began_at(decision.node_id)
                         if taken is not None:
                             yield taken
@@ -155,7 +155,7 @@ class RoutedModel:
                     error=failure.message,
                 )
             finally:
-                self._book.ledger.end(key, clock.mono())
+                self._history.ledger.end(key, clock.mono())
             facts = self.facts
             if facts is not None and (done := job.finish(facts.context_tokens, clock.mono())):
                 yield done
@@ -165,7 +165,7 @@ class RoutedModel:
         """Forget the KV of a key, here and at the node that served its last request."""
         if self._own is not None:
             await self._own.release(kv_key)
-        last = self._book.last_node(kv_key)
+        last = self._history.last_node(kv_key)
         for peer in self._offering():
             if peer.node_id == last:
                 try:
@@ -185,7 +185,7 @@ class RoutedModel:
         return offering(self._peers, self._model_id, self._own)
 
     def _frames(
-        self, node_id: str, route: Route, rest: DecodeRequest
+        self, node_id: str, route: RequestRoute, rest: DecodeRequest
     ) -> AsyncGenerator[Frame, None]:
         if node_id == self._peers.own_id and self._own is not None:
             return self._own.decode(rest)

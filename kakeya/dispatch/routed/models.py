@@ -10,7 +10,7 @@ import contextlib
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel
-from kakeya.dispatch.routed.book import RouteBook
+from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.embedder import RoutedEmbedder
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.fleet.cards.cards import CardRole
@@ -22,10 +22,10 @@ from kakeya.prefix.seam import PrefixClaim, TokenSource
 class RoutedModels(ModelDirectory):
     """A `ModelDirectory` of the fleet."""
 
-    def __init__(self, own: OwnModels, peers: ServingPeers, book: RouteBook) -> None:
+    def __init__(self, own: OwnModels, peers: ServingPeers, history: RouteHistory) -> None:
         self._own = own
         self._peers = peers
-        self._book = book
+        self._history = history
 
     def get(self, model_id: str, client: str = "") -> ServedModel:
         """See `ModelDirectory`; "" is this node's default, or else the first model of a peer."""
@@ -41,7 +41,7 @@ class RoutedModels(ModelDirectory):
             return own
         if own is None and not offered:
             raise refused or NotFound("no model is served")
-        return RoutedModel(name, client, own, self._peers, self._book)
+        return RoutedModel(name, client, own, self._peers, self._history)
 
     def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
         """Those of this node: peers check by themselves which client may name theirs."""
@@ -52,7 +52,7 @@ class RoutedModels(ModelDirectory):
         own = self._own.verifiers()
         known = {model.model_id for model in own}
         others = sorted({str(peer.offered.model_id) for peer in self._peers.offering()} - known)
-        routed = [RoutedModel(name, "", None, self._peers, self._book) for name in others]
+        routed = [RoutedModel(name, "", None, self._peers, self._history) for name in others]
         return (*own, *routed)
 
     def embedder(self, model_id: str) -> EmbeddingModel:
@@ -82,7 +82,7 @@ class RoutedModels(ModelDirectory):
     def turn_elsewhere(self, claim: PrefixClaim, kv_key: str, tokens: TokenSource) -> bool:
         """Have the next turn of a conversation warm at the peer that serves it; False where this
         node does."""
-        last = self._book.last_node(kv_key)
+        last = self._history.last_node(kv_key)
         peer = next(
             (one for one in self._peers.offering(claim.model_id) if one.node_id == last), None
         )

@@ -10,7 +10,7 @@ from kakeya.core.errors import KakeyaError, PeerError
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import Quote, QuotedModel, quote_of
-from kakeya.dispatch.routed.book import RouteBook
+from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routing.candidate import (
     NodeLink,
     NodeSpeed,
@@ -52,18 +52,18 @@ def facts_of(peers: ServingPeers, model_id: str, own: QuotedModel | None) -> Mod
     return None if known is None else known.facts
 
 
-class Route:
+class RequestRoute:
     """The way of one generation through the fleet."""
 
     def __init__(
-        self, model_id: str, own: QuotedModel | None, peers: ServingPeers, book: RouteBook
+        self, model_id: str, own: QuotedModel | None, peers: ServingPeers, history: RouteHistory
     ) -> None:
         """`own` is the model of this node with this name; None = it has none."""
         self._model_id = model_id
         self._own = own
         self._peers = peers
-        self._book = book
-        self._clock = book.clock
+        self._history = history
+        self._clock = history.clock
         self._live: dict[str, ServingPeer] = {}
         self._quotes: dict[str, Quote] = {}
         self._lost: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Route:
         if self._last is not None:
             if self._losses >= _MOST_LOSSES:
                 raise self._last
-            self._book.moved += 1
+            self._history.moved += 1
         is_patient = has_begun or isinstance(self._last, PeerError)
         until_mono = self._clock.mono() + (RESUME_S if is_patient else 0.0)
         while True:
@@ -122,7 +122,7 @@ class Route:
             priority=rest.priority,
             deadline_s=rest.deadline_s,
             conversation=rest.kv_key,
-            last_node=self._book.last_node(rest.kv_key),
+            last_node=self._history.last_node(rest.kv_key),
             blocks=_block_names(rest.token_ids, block),
             block_tokens=block,
             kv_bytes_per_token=facts.kv_bytes_per_token if facts is not None else 0,
@@ -152,7 +152,7 @@ class Route:
             answer = answers.get(peer.node_id, "it was not asked: too many nodes have the model")
             found.append(self._candidate(peer.node_id, answer, peer))
         found += [RouteCandidate(node_id=one, unfit=why) for one, why in self._lost.items()]
-        return self._book.ledger.corrected(told, found, self._clock.mono())
+        return self._history.ledger.corrected(told, found, self._clock.mono())
 
     def _candidate(
         self, node_id: str, quote: Quote | str, peer: ServingPeer | None

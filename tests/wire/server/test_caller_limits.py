@@ -97,9 +97,9 @@ def test_a_refusal_says_what_is_exhausted_and_for_how_long() -> None:
 def test_calls_that_fill_their_budget_leave_gossip_its_own() -> None:
     admission = CallerAccounts(FakeClock())
     with ExitStack() as calls:
-        for _ in range(32):
+        for _ in range(128):
             calls.enter_context(admission.turn("a", Budget.WORK))
-        with pytest.raises(Refused, match="32 calls running here and may have 32 at once"):
+        with pytest.raises(Refused, match="128 calls running here and may have 128 at once"):
             calls.enter_context(admission.turn("a", Budget.WORK))
         for _ in range(8):
             calls.enter_context(admission.turn("a", Budget.GOSSIP))

@@ -15,7 +15,7 @@ from kakeya.dispatch.routing.ledger import RouteLedger
 _MOST_CONVERSATIONS = 4096
 
 
-class RouteBook:
+class RouteHistory:
     """The requests under way, the node that each conversation was served by, and counts."""
 
     def __init__(self, clock: Clock) -> None:

@@ -1,0 +1,165 @@
+"""Three real nodes: one without the model, two with it. What the first is asked, the others answer,
+whichever of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import pytest_asyncio
+
+from kakeya.sessions.client import Client
+from tests.node.nodes import QUICK, NodeProcess, run_cli, seen_by
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+MODEL = "kakeya-tiny-tools"
+STORY = [{"role": "user", "content": "Tell me about the sea."}]
+
+
+class Shelf:
+    """A front node with no model of its own, and two that serve one."""
+
+    def __init__(self, front: NodeProcess, minis: dict[str, NodeProcess]) -> None:
+        self.front = front
+        self.minis = minis
+        self.openai = openai.AsyncOpenAI(
+            base_url=f"http://{front.http}/v1", api_key="none", max_retries=0
+        )
+
+    async def chat(self, **more: Any) -> openai.types.chat.ChatCompletion:
+        asked: dict[str, Any] = {"model": MODEL, "messages": STORY, "max_tokens": 24} | more
+        return await self.openai.chat.completions.create(temperature=0, **asked)
+
+    def busy(self) -> list[str]:
+        """The nodes that decode now."""
+        return [
+            name
+            for name, node in self.minis.items()
+            if any(model["running"] for model in node.api.get("/api/v1/status")["models"])
+        ]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf]:
+    folder = tmp_path_factory.mktemp("shelf")
+    async with AsyncExitStack() as stack:
+        front = await stack.enter_async_context(
+            NodeProcess(folder / "front", "--node-id", "front", "--proposer", "ngram", *QUICK)
+        )
+        minis = {}
+        for name in ("left", "right"):
+            flags = ("--node-id", name, "--model", MODEL, "--peer", front.grpc, *QUICK)
+            node = NodeProcess(folder / name, *flags)
+            minis[name] = await stack.enter_async_context(node)
+        await eventually(
+            "the front hears of both models",
+            lambda: (
+                [MODEL in str(card["models"]) for card in seen_by(front).values()].count(True) == 2
+            ),
+        )
+        found = Shelf(front, minis)
+        async with found.openai:
+            yield found
+
+
+async def test_every_dialect_is_answered_by_a_neighbour_as_by_the_model_itself(
+    shelf: Shelf,
+) -> None:
+    assert [model.id async for model in shelf.openai.models.list()] == [MODEL]
+    here = await shelf.chat(n=2)
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{shelf.minis['left'].http}/v1", api_key="none", max_retries=0
+    ) as own:
+        there = await own.chat.completions.create(
+            model=MODEL, messages=STORY, max_tokens=24, temperature=0, n=2
+        )
+    said = [one.message.content for one in here.choices]
+    assert said == [one.message.content for one in there.choices]
+    async with anthropic.AsyncAnthropic(
+        base_url=f"http://{shelf.front.http}", api_key="none", max_retries=0
+    ) as claude:
+        message = await claude.messages.create(
+            model=MODEL, messages=STORY, max_tokens=24, extra_body={"temperature": 0}
+        )
+    assert message.content[0].text.strip() == (said[0] or "").strip()
+    shape = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    named = {
+        "type": "json_schema",
+        "json_schema": {"name": "city", "strict": True, "schema": shape},
+    }
+    shaped = await shelf.chat(response_format=named, max_tokens=60)
+    assert json.loads(shaped.choices[0].message.content or "")["city"] in ("Rome", "Oslo")
+    async with (
+        Client(shelf.front.grpc) as client,
+        await client.create_session(model_id=MODEL) as session,
+    ):
+        await session.append([1, 2, 3])
+        assert len([token async for token in session.generate(8)]) == 8
+
+
+async def test_a_call_is_forced_and_logprobs_are_told_through_a_neighbour(shelf: Shelf) -> None:
+    function = {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    called = await shelf.chat(
+        tools=[{"type": "function", "function": function}], tool_choice="required", max_tokens=80
+    )
+    calls = called.choices[0].message.tool_calls or []
+    assert calls[0].function.name == "get_weather"
+    told = await shelf.chat(logprobs=True, top_logprobs=2)
+    assert told.choices[0].logprobs is not None
+    assert len(told.choices[0].logprobs.content or []) > 1
+
+
+async def test_explain_names_the_node_and_why(shelf: Shelf) -> None:
+    answer = await shelf.chat()
+    explained = shelf.front.api.get(f"/api/v1/requests/{answer.id}")
+    (route,) = explained["routes"]
+    assert route["node"] in shelf.minis
+    assert {one["node"] for one in route["candidates"]} == set(shelf.minis)
+    data = str(shelf.front.log_file.parent / "data")
+    said = await asyncio.to_thread(run_cli, "explain", answer.id, "--data-dir", data)
+    assert f"node     {route['node']}: " in said.stdout
+
+
+async def test_a_client_that_leaves_ends_its_answer_on_the_neighbour(shelf: Shelf) -> None:
+    stream = await shelf.openai.chat.completions.create(
+        model=MODEL,
+        messages=STORY,
+        max_tokens=2000,
+        stream=True,
+    )
+    await anext(aiter(stream))
+    await stream.close()
+    await eventually("no node decodes any more", lambda: not shelf.busy())
+
+
+async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(shelf: Shelf) -> None:
+    """Last in this file: one of the nodes is gone after it."""
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "import os", "max_tokens": 600, "seed": 5}
+    whole = await shelf.openai.completions.create(temperature=0.7, **asked)
+    text, lost = "", ""
+    stream = await shelf.openai.completions.create(temperature=0.7, stream=True, **asked)
+    async for chunk in stream:
+        text += chunk.choices[0].text if chunk.choices else ""
+        if not lost and (busy := await asyncio.to_thread(shelf.busy)):
+            lost = busy[0]
+            shelf.minis[lost].send(signal.SIGKILL)
+    assert lost
+    assert text == whole.choices[0].text
+    routes = shelf.front.api.get("/api/v1/status")["routes"]
+    assert routes["moved"] == 1
