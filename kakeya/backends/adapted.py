@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kakeya.adapters.manager import AdapterManager, AdapterWish
 from kakeya.backends.resident import ResidentModel
-from kakeya.generation.facts import EngineStats, ModelFacts, RequestLoad, ModelState
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState, RequestLoad
 from kakeya.generation.frames import Frame
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, GenerationPriority

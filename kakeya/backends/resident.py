@@ -44,7 +44,7 @@ from kakeya.core.errors import (
 from kakeya.core.figures import Json
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.config import WAIT_S
-from kakeya.generation.facts import EngineStats, ModelFacts, RequestLoad, ModelState
+from kakeya.generation.facts import EngineStats, ModelFacts, ModelState, RequestLoad
 from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.manifest import Category
 from kakeya.generation.request import DecodeRequest, GenerationPriority

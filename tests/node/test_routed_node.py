@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,12 +17,14 @@ import openai
 import pytest
 import pytest_asyncio
 
+import kakeya
 from kakeya.sessions.client import Client
 from tests.node.nodes import QUICK, NodeProcess, run_cli, seen_by
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "kakeya-tiny-tools"
+FOLDER = Path(kakeya.__file__).parent / "models" / MODEL
 STORY = [{"role": "user", "content": "Tell me about the sea."}]
 
 
@@ -37,6 +41,10 @@ class Shelf:
     async def chat(self, **more: Any) -> openai.types.chat.ChatCompletion:
         asked: dict[str, Any] = {"model": MODEL, "messages": STORY, "max_tokens": 24} | more
         return await self.openai.chat.completions.create(temperature=0, **asked)
+
+    def routed(self) -> Counter[str]:
+        """How many generations went to each node."""
+        return Counter(self.front.api.get("/api/v1/status")["routes"]["by_node"])
 
     def busy(self) -> list[str]:
         """The nodes that decode now."""
@@ -150,16 +158,24 @@ async def test_a_client_that_leaves_ends_its_answer_on_the_neighbour(shelf: Shel
 
 async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(shelf: Shelf) -> None:
     """Last in this file: one of the nodes is gone after it."""
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "import os", "max_tokens": 600, "seed": 5}
-    whole = await shelf.openai.completions.create(temperature=0.7, **asked)
+    config = json.loads((FOLDER / "generation_config.json").read_text())
+    ends = config["eos_token_id"]
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "import os",
+        "max_tokens": 900,
+        "temperature": 0.7,
+        "seed": 5,
+        "logit_bias": {str(one): -100 for one in (ends if isinstance(ends, list) else [ends])},
+    }
+    whole = await shelf.openai.completions.create(**asked)
+    before = await asyncio.to_thread(shelf.routed)
     text, lost = "", ""
-    stream = await shelf.openai.completions.create(temperature=0.7, stream=True, **asked)
+    stream = await shelf.openai.completions.create(stream=True, **asked)
     async for chunk in stream:
         text += chunk.choices[0].text if chunk.choices else ""
-        if not lost and (busy := await asyncio.to_thread(shelf.busy)):
-            lost = busy[0]
+        if not lost:
+            (lost,) = await asyncio.to_thread(shelf.routed) - before
             shelf.minis[lost].send(signal.SIGKILL)
-    assert lost
     assert text == whole.choices[0].text
-    routes = shelf.front.api.get("/api/v1/status")["routes"]
-    assert routes["moved"] == 1
+    assert shelf.front.api.get("/api/v1/status")["routes"]["moved"] == 1

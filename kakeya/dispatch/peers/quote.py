@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol
 
-from kakeya.generation.facts import ModelFacts, RequestLoad, ModelState
+from kakeya.generation.facts import ModelFacts, ModelState, RequestLoad
 from kakeya.generation.model import ModelDirectory, ServedModel
 
 

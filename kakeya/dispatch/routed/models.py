@@ -10,8 +10,8 @@ import contextlib
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel
-from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.embedder import RoutedEmbedder
+from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.fleet.cards.cards import CardRole
 from kakeya.generation.image import ImageModel
