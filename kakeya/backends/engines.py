@@ -16,6 +16,7 @@ from kakeya.adapters.config import AdapterConfig
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
 from kakeya.backends.engine.child import Child, ChildClient, engine_client
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, Command
+from kakeya.backends.llama.archive import SlotArchive
 from kakeya.backends.llama.client import llama_client
 from kakeya.backends.llama.find import find_server, missing_server
 from kakeya.backends.llama.plan import LLAMA_OPTIONS, MAX_STEP_S, plan_of
@@ -63,7 +64,7 @@ def _on_backend(spec: ModelSpec, resolved: str | None) -> ModelSpec:
     return replace(spec, manifest=replace(said, backend=backend))
 
 
-def _gguf_recipe(spec: ModelSpec, resolved: str, named: str) -> EngineRecipe:
+def _gguf_recipe(spec: ModelSpec, resolved: str, named: str, archive: SlotArchive) -> EngineRecipe:
     if spec.role is not ModelRole.VERIFIER:
         raise ConfigError(
             f"model {spec.model_id!r} is a GGUF file, which can only answer requests; give it as "
@@ -74,7 +75,7 @@ def _gguf_recipe(spec: ModelSpec, resolved: str, named: str) -> EngineRecipe:
         raise missing_server(spec.model_id)
     plan = plan_of(Path(resolved), dict(spec.manifest.options))
     return EngineRecipe(
-        plan.command(program), llama_client(plan), plan.slots, plan.kv_bytes, MAX_STEP_S
+        plan.command(program), llama_client(plan, archive), plan.slots, plan.kv_bytes, MAX_STEP_S
     )
 
 
@@ -174,8 +175,12 @@ class Engines:
         """Model id -> its folder, GGUF file or Hugging Face id, for models with an engine."""
         self._specs = tuple(_on_backend(spec, self.sources.get(spec.model_id)) for spec in specs)
         engines = [spec for spec in self._specs if not spec.is_ngram]
+        self.archive = SlotArchive()
+        """The KV of conversations with GGUF models, which outlives their servers."""
         self._recipes = {
-            spec.model_id: _gguf_recipe(spec, self.sources[spec.model_id], llama_server)
+            spec.model_id: _gguf_recipe(
+                spec, self.sources[spec.model_id], llama_server, self.archive
+            )
             if spec.backend == LLAMA
             else EngineRecipe(command(spec, self.sources[spec.model_id]))
             for spec in engines

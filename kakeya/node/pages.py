@@ -28,9 +28,12 @@ from kakeya.node.memory import NodeMemory
 from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.peers.auth import FleetKey
 from kakeya.prefix.prefixes import NodePrefixes
+from kakeya.prefix.seam import Wiped
 from kakeya.prefix.warm.recall import PrefixStart, Recalled
 
 ARENA_FOLDER = "arena"
+KEEP_S = 5.0
+"""Seconds in which the KV of GGUF models is saved when the node ends."""
 BLOCK_TOKENS = 256
 """The most tokens of a block of KV."""
 _BLOCKS_A_SLAB = 2
@@ -101,6 +104,9 @@ class NodePages:
             self.adapters.manager.follow(self.prefixes.adapter_retired)
             for model in models:
                 model.prefixes = self.prefixes
+            archive = self._memory.engines.archive
+            archive.open(self.prefixes.store, self.prefixes.names.weights)
+            self.prefixes.others = archive.seeds
             self._memory.engines.follow(self._engine_changed)
             self._stack = stack.pop_all()
         return self
@@ -113,7 +119,13 @@ class NodePages:
     ) -> None:
         for model in self._memory.engines.of_role(ModelRole.VERIFIER):
             model.prefixes = None
+        await self._memory.engines.archive.aclose(KEEP_S)
         await self._stack.aclose()
+
+    async def wipe(self) -> Wiped:
+        """Drop all KV of prefixes, in pages, on disk, and in the slots of GGUF models."""
+        await self._memory.engines.archive.forget()
+        return await self.prefixes.wipe()
 
     @property
     def shares_prefixes(self) -> bool:

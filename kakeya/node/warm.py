@@ -43,7 +43,7 @@ async def node_precache(
         source,
         Texts(clock.wall),
         usable_bytes=lambda: arbiter.status().budget_bytes,
-        wipe=pages.prefixes.wipe,
+        wipe=pages.wipe,
         clock=clock,
         rng=rng,
     )

@@ -118,6 +118,8 @@ class NodePrefixes:
             self._disk = PrefixDisk(self.store, self.pages, clock=clock, counts=self.counts)
         self.endings = PrefixEndings(self._disk, clock=clock)
         self.elsewhere: PeerSource | None = None
+        self.others: Callable[[], Collection[bytes]] = frozenset
+        """The seeds of further files in the store, of use to models of this node."""
         self._leaving = RevokedGrants(self.pages, clock)
         self._tools = RequestContext(
             names=self.names,
@@ -330,7 +332,8 @@ class NodePrefixes:
                 await self.store.ready()
 
     def _usable(self, known: Mapping[bytes, Facts]) -> Collection[bytes]:
-        return self.names.usable(known, self._served(), self._adapters)
+        ours = self.names.usable(known, self._served(), self._adapters)
+        return ours | (known.keys() & set(self.others()))
 
     async def _meet(
         self,

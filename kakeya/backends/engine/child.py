@@ -90,6 +90,11 @@ class ChildClient(Protocol):
         """Return the facts and the age in seconds of the current step; None = no answer."""
         ...
 
+    async def keep(self, timeout_s: float) -> None:
+        """Save the KV that a later child can take up, before this one is ended in order; as much
+        as that time allows."""
+        ...
+
     async def aclose(self) -> None:
         """Close the connections."""
         ...

@@ -299,6 +299,9 @@ class EngineClient:
             return None
         return facts_from_wire(reply), reply.model_thread_silent_seconds
 
+    async def keep(self, timeout_s: float) -> None:
+        """Do nothing: its KV is in the agent's pages already."""
+
     async def aclose(self) -> None:
         """Close the channel; running streams get a moment to end by themselves."""
         await self._loads.aclose()  # this call does not end by itself

@@ -70,6 +70,8 @@ class EngineOptions:
     max_missed_probes: int = 2
     stop_grace_s: float = 0.5
     """Seconds from SIGTERM to SIGKILL. An engine saves nothing, and its callers had their grace."""
+    keep_s: float = 5.0
+    """Seconds in which a child that is ended in order may save its KV before."""
     max_running: int = 64
     max_waiting: int = 192
     max_losses_in_a_row: int = 3
@@ -300,12 +302,15 @@ class EngineLife:
             ended = await process.exited()
             return self._after_exit(ended)
         finally:
+            serves = self.engine is not None
             self.engine = None
             self.progress = None
             self._process = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             try:
+                if serves:
+                    await client.keep(self.options.keep_s)
                 await process.aclose(self.options.stop_grace_s)
             finally:
                 self.pid = None  # only after the child's end: until then it may write to its pages

@@ -2,5 +2,6 @@
 
 find      the program                    plan     its arguments, and the memory of its KV
 wire      requests and answers as JSON   http     HTTP over the child's UNIX socket
-client    what an engine's life calls
+client    what an engine's life calls      slots      which slot a prompt takes
+keeper    slots saved and restored         archive    what is saved, in the store of prefixes
 """

@@ -17,9 +17,12 @@ from tokenizers import Tokenizer
 
 from kakeya.backends.engine.child import Child
 from kakeya.backends.engine.client import EngineMemoryLimits
+from kakeya.backends.llama.archive import SlotArchive
 from kakeya.backends.llama.http import call
+from kakeya.backends.llama.keeper import SlotKeeper
 from kakeya.backends.llama.parts import goes_on, rest_of, total
 from kakeya.backends.llama.plan import LlamaPlan, gguf_metadata, kv_bytes_per_token
+from kakeya.backends.llama.slots import SlotTable
 from kakeya.backends.llama.spell import TokenSpelling
 from kakeya.backends.llama.wire import CompletionReader, completion_body, events_of, failure_of
 from kakeya.core.errors import (
@@ -37,6 +40,7 @@ from kakeya.generation.frames import Done, Frame, Tokens, Usage
 from kakeya.generation.kv import NO_KV, KvOffer, PageRef
 from kakeya.generation.progress import LoadPhase, LoadProgress
 from kakeya.generation.request import DecodeJob, DecodeRequest
+from kakeya.prefix.names.weights import weights_state
 from kakeya.text.gguf import end_ids, make_text_folder
 
 _SOCKET_S = 0.05
@@ -70,9 +74,12 @@ _FILE_TYPES = {
 class LlamaClient:
     """Calls one llama-server. A new child gets a new socket and a new client."""
 
-    def __init__(self, child: Child, plan: LlamaPlan) -> None:
+    def __init__(self, child: Child, plan: LlamaPlan, archive: SlotArchive) -> None:
         self._child = child
         self._plan = plan
+        self._weights_state: str | None = None
+        table = SlotTable(plan.slots, plan.kv_tokens)
+        self._keeper = SlotKeeper(child, table, archive, lambda: self._facts)
         self._name = child.model_id
         self._running = 0
         self._crowded = asyncio.Lock()
@@ -89,6 +96,8 @@ class LlamaClient:
         """
         if self._facts is not None:
             return self._facts
+        if self._weights_state is None:  # the child has hardly begun, and opens the file later
+            self._weights_state = await asyncio.to_thread(weights_state, self._plan.model)
         with self._told(f"no answer within {timeout_s:g} s"):
             async with asyncio.timeout(timeout_s):
                 if await self._is_loading():
@@ -98,8 +107,11 @@ class LlamaClient:
                     props = await answer.whole()
                     if answer.status != 200:
                         raise failure_of(answer.status, props, self._name)
-        facts, self._spelling = await asyncio.to_thread(self._read, props)
+        facts, self._spelling, state = await asyncio.to_thread(self._read, props)
         self._facts = facts
+        if state == self._weights_state:
+            traits = (str(props.get("build_info", "")), *self._plan.traits)
+            self._keeper.begin(self._plan.model, state, traits)
         return facts
 
     async def decode(
@@ -117,18 +129,26 @@ class LlamaClient:
         DecodeJob(**given).check(facts.vocab_size, facts.context_tokens)
         ends = frozenset(facts.eos_token_ids)
         latest_mono = self._mono() + timeout_s
+        first_mono = latest_mono
+        if request.deadline_s is not None:
+            first_mono = min(latest_mono, self._mono() + request.deadline_s)
         committed: list[int] = []
+        parts: list[Done] = []
         self._running += 1
         try:
             async with contextlib.AsyncExitStack() as turn:
+                with self._told():
+                    async with asyncio.timeout(first_mono - self._mono()):
+                        held = self._keeper.turn(request, committed)
+                        slot = await turn.enter_async_context(held)
                 refused = 0
                 while True:
                     rest = rest_of(request, committed)
-                    body = completion_body(rest, spelling.text_of)
+                    body = completion_body(rest, spelling.text_of, slot)
                     reader = CompletionReader(rest, spelling.before, ends)
                     done: Done | None = None
-                    first_mono = None if committed else self._first_token_mono(request)
-                    events = self._events(body, reader, latest_mono, first_mono)
+                    until_mono = latest_mono if committed else first_mono
+                    events = self._events(body, reader, latest_mono, until_mono)
                     try:
                         async with contextlib.aclosing(events):
                             async for frame in events:
@@ -146,12 +166,13 @@ class LlamaClient:
                     if done is None:
                         # So a server that is asked to end leaves its streams.
                         raise PeerUnavailable(f"{self._name}: the stream ended before its end")
+                    parts.append(done)
                     self._note_speed(done.usage, len(rest.token_ids))
                     if not goes_on(request, committed, ends, facts.context_tokens):
                         break
         finally:
             self._running -= 1
-        yield total(done, request, committed)
+        yield total(parts, request, committed)
 
     async def _take_turn(self, turn: contextlib.AsyncExitStack, refused: int) -> None:
         """Let a sequence go on whose KV had no room beside the others', which the server ends all
@@ -200,6 +221,10 @@ class LlamaClient:
     async def release(self, kv_key: str, timeout_s: float) -> None:
         """Do nothing: a slot keeps its KV until another prompt takes it."""
 
+    async def keep(self, timeout_s: float) -> None:
+        """See `ChildClient`: save the conversations in the slots."""
+        await self._keeper.keep(timeout_s)
+
     async def stats(self, timeout_s: float) -> EngineStats:
         """Return the memory of the child, and how many sequences it was asked for."""
         footprint = await self._footprint()
@@ -245,6 +270,7 @@ class LlamaClient:
         if self._pulse is not None:
             self._pulse.cancel()
             await asyncio.gather(self._pulse, return_exceptions=True)
+        await self._keeper.aclose()
 
     async def _ask_model(self) -> None:
         with contextlib.suppress(OSError, PeerProtocol):
@@ -256,14 +282,13 @@ class LlamaClient:
         body: dict[str, object],
         reader: CompletionReader,
         latest_mono: float,
-        first_mono: float | None,
+        first_mono: float,
     ) -> AsyncGenerator[Frame, None]:
         """The frames of one POST. Raises DeadlineExceeded at `latest_mono`, or without a token at
         `first_mono`."""
         async with contextlib.AsyncExitStack() as held:
-            until = min(latest_mono, first_mono or latest_mono)
             with self._told():
-                async with asyncio.timeout(until - self._mono()):
+                async with asyncio.timeout(first_mono - self._mono()):
                     answer = await held.enter_async_context(
                         call(self._child.socket, "/completion", body)
                     )
@@ -272,9 +297,7 @@ class LlamaClient:
             parts = await held.enter_async_context(contextlib.aclosing(answer.body()))
             rest = b""
             while True:
-                until = (
-                    latest_mono if reader.has_begun else min(latest_mono, first_mono or latest_mono)
-                )
+                until = latest_mono if reader.has_begun else first_mono
                 with self._told():
                     async with asyncio.timeout(until - self._mono()):
                         part = await anext(parts, None)
@@ -313,8 +336,8 @@ class LlamaClient:
             LoadProgress(phase=LoadPhase.READ, done_bytes=done, total_bytes=total)
         )
 
-    def _read(self, props: dict[str, Any]) -> tuple[ModelFacts, TokenSpelling]:
-        """Read the facts from the file and from what the server tells. Blocks."""
+    def _read(self, props: dict[str, Any]) -> tuple[ModelFacts, TokenSpelling, str]:
+        """Read the facts from the file and from what the server tells, and its state. Blocks."""
         path = self._plan.model
         meta = read_gguf(path)
         folder = make_text_folder(path)
@@ -337,16 +360,14 @@ class LlamaClient:
             blas_accelerated=True,
             batch_rows=self._plan.slots,
         )
-        return facts, TokenSpelling(Tokenizer.from_file(str(folder / "tokenizer.json")))
+        spelling = TokenSpelling(Tokenizer.from_file(str(folder / "tokenizer.json")))
+        return facts, spelling, weights_state(path)
 
     async def _footprint(self) -> Footprint:
         occupied = await asyncio.to_thread(resident_bytes, self._child.pid)
         if occupied is None:
             raise PeerUnavailable(f"{self._name}: its process has ended")
         return Footprint(resident_bytes=occupied)
-
-    def _first_token_mono(self, request: DecodeRequest) -> float | None:
-        return None if request.deadline_s is None else self._mono() + request.deadline_s
 
     def _mono(self) -> float:
         return self._child.clock.mono()
@@ -365,9 +386,9 @@ class LlamaClient:
             raise PeerUnavailable(f"{self._name}: {fault.strerror or fault}") from None
 
 
-def llama_client(plan: LlamaPlan) -> Callable[[Child], LlamaClient]:
+def llama_client(plan: LlamaPlan, archive: SlotArchive) -> Callable[[Child], LlamaClient]:
     """What makes the clients of a model's children."""
-    return lambda child: LlamaClient(child, plan)
+    return lambda child: LlamaClient(child, plan, archive)
 
 
 def _steady(known: float, new: float) -> float:

@@ -21,10 +21,16 @@ def rest_of(request: DecodeRequest, committed: Sequence[int]) -> DecodeRequest:
     )
 
 
-def total(done: Done, request: DecodeRequest, committed: Sequence[int]) -> Done:
-    """The end of all parts of a generation, from the end of the last one."""
-    found = min(done.usage.cached_tokens, max(0, len(request.token_ids) - 1))
-    usage = replace(done.usage, cached_tokens=found, forwards=len(committed))
+def total(ends: Sequence[Done], request: DecodeRequest, committed: Sequence[int]) -> Done:
+    """The end of a generation, from the ends of its parts: the first one read the prompt."""
+    first, done = ends[0].usage, ends[-1]
+    usage = replace(
+        done.usage,
+        prefill_s=first.prefill_s,
+        total_s=sum(end.usage.total_s for end in ends),
+        cached_tokens=min(first.cached_tokens, max(0, len(request.token_ids) - 1)),
+        forwards=len(committed),
+    )
     is_stopped = not committed or committed[-1] in request.stop_token_ids or request.grammar
     if done.reason is StopReason.STOP_TOKEN and not is_stopped:
         is_full = len(committed) < request.max_tokens

@@ -65,6 +65,13 @@ class LlamaPlan:
     flags: tuple[str, ...]
     """Further arguments."""
 
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """What its KV depends on beside the weights and the program."""
+        named = dict(zip(self.flags[::2], self.flags[1::2], strict=True))
+        told = [named.get(flag, "") for flag in ("--gpu-layers", "--flash-attn")]
+        return (*told, str(BATCH_TOKENS))
+
     def command(self, program: Path) -> Command:
         """The command of a child, which ends with the agent."""
         return lambda socket: (
@@ -80,6 +87,7 @@ class LlamaPlan:
         return (
             *("--model", str(self.model)),
             *("--host", str(socket)),
+            *("--slot-save-path", str(socket.parent)),
             *("--ctx-size", str(self.kv_tokens)),
             *("--parallel", str(self.slots)),
             *("--batch-size", str(BATCH_TOKENS), "--ubatch-size", str(BATCH_TOKENS)),

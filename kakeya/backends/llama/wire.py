@@ -46,9 +46,11 @@ Spell = Callable[[str, int, int], Sequence[int]]
 
 
 def completion_body(
-    request: DecodeRequest, text_of: Callable[[Sequence[int]], str]
+    request: DecodeRequest, text_of: Callable[[Sequence[int]], str], slot: int = -1
 ) -> dict[str, object]:
-    """The body of a generation. Raises Unsupported for what llama-server cannot do.
+    """The body of a generation in a slot, -1 = any.
+
+    Raises Unsupported for what llama-server cannot do.
 
     Noise is drawn from the seed and from the number of tokens that there are already: the same
     request gives the same tokens, but one that goes on in another engine does not give those of an
@@ -66,7 +68,9 @@ def completion_body(
         "stream": True,
         "return_tokens": True,
         "return_progress": True,
+        "timings_per_token": True,
         "cache_prompt": True,
+        "id_slot": slot,
         "response_fields": _FINAL_FIELDS,
         "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
         "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
@@ -141,6 +145,7 @@ class CompletionReader:
         self._spell = spell
         self._end_ids = end_ids
         self._count = 0
+        self._timings: Mapping[str, Any] = {}
         self.last_id: int | None = None
         """The newest token."""
 
@@ -166,7 +171,7 @@ class CompletionReader:
             if done is not None or self.last_id in self._request.stop_token_ids:
                 if token_ids:
                     yield Tokens(token_ids=tuple(token_ids), logprobs=tuple(logprobs))
-                yield done or Done(reason=StopReason.STOP_TOKEN, usage=Usage(forwards=self._count))
+                yield done or Done(reason=StopReason.STOP_TOKEN, usage=self._usage(self._count))
                 return
         if token_ids:
             yield Tokens(token_ids=tuple(token_ids), logprobs=tuple(logprobs))
@@ -177,6 +182,7 @@ class CompletionReader:
         if "error" in event:
             raise failure_of(int(event["error"].get("code", 500)), event, "llama-server")
         count = int(event["tokens_predicted"])
+        self._timings = event.get("timings") or self._timings
         if event["stop"]:
             return self._done(event, count, token_ids, logprobs), None
         if "prompt_progress" in event and count <= self._count:
@@ -221,16 +227,18 @@ class CompletionReader:
             token_ids.append(self.last_id)
             if self._request.top_logprobs is not None:
                 logprobs.append(TokenLogprob(logprob=_UNKNOWN_LOGPROB))
-        timings = event.get("timings") or {}
-        prefill_s = float(timings.get("prompt_ms", 0)) / 1000
-        usage = Usage(
-            prefill_s=prefill_s,
-            total_s=prefill_s + float(timings.get("predicted_ms", 0)) / 1000,
-            cached_tokens=int(timings.get("cache_n", 0)),
-            forwards=count,
-        )
+        usage = self._usage(count)
         if is_end:
             reason = StopReason.STOP_TOKEN
         else:
             reason = StopReason.CONTEXT_FULL if event["truncated"] else StopReason.MAX_TOKENS
         return Done(reason=reason, usage=usage)
+
+    def _usage(self, count: int) -> Usage:
+        prefill_s = float(self._timings.get("prompt_ms", 0)) / 1000
+        return Usage(
+            prefill_s=prefill_s,
+            total_s=prefill_s + float(self._timings.get("predicted_ms", 0)) / 1000,
+            cached_tokens=int(self._timings.get("cache_n", 0)),
+            forwards=count,
+        )

@@ -34,8 +34,9 @@ from kakeya.prefix.names.blocks import ID_BYTES, BlockId
 from kakeya.prefix.names.fingerprint import Facts
 
 MAGIC = b"KVB1"
-HEADER_LIMIT_BYTES = 64 * KIB
-"""A header has 3 KiB where a block has 256 tokens; the checksums of 4 GiB take 40 KiB more."""
+HEADER_LIMIT_BYTES = 512 * KIB
+"""A header has 3 KiB where a block has 256 tokens, and 180 KiB where a file has a history of
+32,768; the checksums of 4 GiB take 40 KiB more."""
 PART_BYTES = MIB
 ALIGNMENT_BYTES = 64
 _PROLOGUE = struct.Struct("<4sII")

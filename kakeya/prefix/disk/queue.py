@@ -23,9 +23,15 @@ class QueuedBlock:
     payload: Payload
     retention: Retention
     released: Callable[[], None] | None
+    is_mapped: bool = False  # from a file: it takes no memory while it waits
     is_wanted: bool = True  # False: it was forgotten while it was being written
     _users: int = 0
     _is_over: bool = False
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that it takes while it waits."""
+        return 0 if self.is_mapped else self.block.payload_bytes
 
     def release(self) -> None:
         """Note that the payload is needed no more, but by its present readers."""
@@ -70,29 +76,29 @@ class WriteQueue:
         """Queue a block; returns the blocks that had to go for it, released, maybe the block
         itself."""
         gone = [one for one in (self.drop(item.block.id),) if one is not None]
-        if item.block.payload_bytes > self._most_bytes:
+        if item.held_bytes > self._most_bytes:
             item.release()
             return [*gone, item]
-        while self.waiting_bytes + item.block.payload_bytes > self._most_bytes:
+        while self.waiting_bytes + item.held_bytes > self._most_bytes:
             oldest = self.pop()
             oldest.release()
             gone.append(oldest)
         self._waiting[item.block.id] = item
-        self.waiting_bytes += item.block.payload_bytes
+        self.waiting_bytes += item.held_bytes
         return gone
 
     def pop(self) -> QueuedBlock:
         """Take the oldest out; it is the caller's to release. Raises StopIteration when empty."""
         block_id = next(iter(self._waiting))
         item = self._waiting.pop(block_id)
-        self.waiting_bytes -= item.block.payload_bytes
+        self.waiting_bytes -= item.held_bytes
         return item
 
     def drop(self, block_id: BlockId) -> QueuedBlock | None:
         """Take one out that is no longer wanted, released; None = it does not wait."""
         item = self._waiting.pop(block_id, None)
         if item is not None:
-            self.waiting_bytes -= item.block.payload_bytes
+            self.waiting_bytes -= item.held_bytes
             item.release()
         return item
 

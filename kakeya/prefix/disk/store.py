@@ -216,13 +216,19 @@ class BlockStore:
     # Changing.
 
     async def put(
-        self, block: StoredBlock, payload: Payload, released: Callable[[], None] | None = None
+        self,
+        block: StoredBlock,
+        payload: Payload,
+        released: Callable[[], None] | None = None,
+        *,
+        is_mapped: bool = False,
     ) -> bool:
         """Queue a block to be written; False = it is there already, or cannot be written now.
 
         The payload must not change until it is written; with `released` it is only lent, and that
-        is called once, on the loop, as soon as it is not needed any more. A block that came without
-        its state is written again when it comes with it. Raises InvalidArgument.
+        is called once, on the loop, as soon as it is not needed any more. One that is mapped from a
+        file takes no memory while it waits. A block that came without its state is written again
+        when it comes with it. Raises InvalidArgument.
         """
         given_bytes = memoryview(payload).nbytes
         if given_bytes != block.payload_bytes:
@@ -231,7 +237,11 @@ class BlockStore:
                 f"{block.payload_bytes} were announced"
             )
         item = QueuedBlock(
-            block=block, payload=payload, retention=block.retention, released=released
+            block=block,
+            payload=payload,
+            retention=block.retention,
+            released=released,
+            is_mapped=is_mapped,
         )
         if is_as_good(self.block(block.id), block):
             self.touch((block.id,), block.retention)

@@ -165,6 +165,17 @@ class PrefixNames:
         self._made[key] = (pid, facts, naming)
         return naming
 
+    def weights(self, model: Path, state: str) -> asyncio.Future[str]:
+        """The digest of the weights in a folder or a GGUF file, made once for each state of them.
+
+        Its result raises InvalidArgument where the files are not those of the state.
+        """
+        making = self._digests.get(state)
+        if making is None:
+            making = asyncio.ensure_future(self._digest(model, state))
+            self._digests[state] = making
+        return making
+
     async def aclose(self) -> None:
         """Give up the digests that are being made."""
         self._is_closed.set()
@@ -240,20 +251,17 @@ class PrefixNames:
             )
         folder = Path(facts.model_path)
         rope = await asyncio.to_thread(_rope, folder)
-        making = self._digests.get(facts.weights_state)
-        if making is None:
-            making = asyncio.ensure_future(self._digest(folder, facts.weights_state))
-            self._digests[facts.weights_state] = making
+        making = self.weights(folder, facts.weights_state)
         done, _ = await asyncio.wait((making,), timeout=patience_s)
         return (making.result() if done else ""), rope
 
-    async def _digest(self, folder: Path, state: str) -> str:
+    async def _digest(self, model: Path, state: str) -> str:
         file = self._file
         known = await asyncio.to_thread(_read_digests, file) if file is not None else {}
-        name = f"{folder} {state}"
+        name = f"{model} {state}"
         if name not in known:
             known[name] = await asyncio.to_thread(
-                weights_digest, folder, state, self._is_closed.is_set
+                weights_digest, model, state, self._is_closed.is_set
             )
             if file is not None:
                 newest = dict(list(known.items())[-_FILE_ENTRIES:])

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.llama.archive import SlotArchive
 from kakeya.backends.llama.client import llama_client
 from kakeya.backends.llama.plan import plan_of
 from tests.gguf_files import qwen3_gguf
@@ -23,13 +24,17 @@ def toy_gguf(folder: Path) -> Path:
 
 @asynccontextmanager
 async def llama(
-    program: Path, model: Path, *, options: EngineOptions | None = None, **wanted: object
+    program: Path,
+    model: Path,
+    *,
+    options: EngineOptions | None = None,
+    archive: SlotArchive | None = None,
+    **wanted: object,
 ) -> AsyncIterator[EngineBackend]:
-    """`wanted` are options of the model."""
+    """`wanted` are options of the model; without an archive nothing is kept."""
     chosen = {"ctx_size": 4096, **wanted}
     plan = await asyncio.to_thread(plan_of, model, chosen)
-    made = EngineBackend(
-        model.stem, plan.command(program), client=llama_client(plan), options=options
-    )
+    client = llama_client(plan, archive or SlotArchive())
+    made = EngineBackend(model.stem, plan.command(program), client=client, options=options)
     async with made:
         yield made

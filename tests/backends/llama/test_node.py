@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from kakeya.backends.engine.backend import EngineOptions
 from kakeya.backends.engines import Engines
 from kakeya.cli.child import NodeProcess
+from kakeya.cli.main import main
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.process import resident_bytes
@@ -63,6 +65,39 @@ async def test_a_node_loads_unloads_and_ends_a_server(
             node.send(signal.SIGKILL)
             await node.wait()
             await eventually("the server ended", lambda: not resident_bytes(pid))
+
+
+async def test_a_conversation_is_warm_after_its_model_left_and_after_a_restart(
+    llama_server: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And cold once it was wiped."""
+    monkeypatch.setenv("KAKEYA_MEMORY_UNLOAD_AFTER_S", "1")
+    monkeypatch.setenv("KAKEYA_MEMORY_STAY_WARM_S", "1")
+    monkeypatch.setenv("KAKEYA_LLAMA_SERVER", str(llama_server))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent / "cache"))
+    long = {**ASKED, "messages": [{"role": "user", "content": "Once more. " * 120}]}
+    with tempfile.TemporaryDirectory(prefix="kk") as home:
+
+        def say(node: NodeProcess) -> Any:
+            client = openai.OpenAI(base_url=f"http://{node.http}/v1", api_key="none")
+            answer = client.chat.completions.create(**long)
+            return answer.choices[0].message.content, answer.usage
+
+        async with NodeProcess(Path(home), "--model", f"toy={model.parent}") as node:
+            text, cold = await eventually("an answer", lambda: say(node))
+            assert cold.prompt_tokens_details.cached_tokens == 0
+            await eventually("unloaded", lambda: model_state(node, "toy")["state"] == "unloaded")
+            again, warm = await asyncio.to_thread(say, node)
+            assert again == text
+            assert warm.prompt_tokens_details.cached_tokens == cold.prompt_tokens - 1
+        async with NodeProcess(Path(home), "--model", f"toy={model.parent}") as node:
+            again, warm = await eventually("an answer", lambda: say(node))
+            assert again == text
+            assert warm.prompt_tokens_details.cached_tokens == cold.prompt_tokens - 1
+            wipe = ["cache", "wipe", "--data-dir", str(Path(home) / "data")]
+            assert await asyncio.to_thread(main, wipe) == 0
+            _, last = await asyncio.to_thread(say, node)
+            assert last.prompt_tokens_details.cached_tokens == 0
 
 
 def engines(

@@ -21,6 +21,7 @@ from kakeya.core.units import MIB
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.files import QUARANTINE
 from kakeya.prefix.disk.index import FileEntry, IndexView, victims
+from kakeya.prefix.disk.kvb import HEADER_LIMIT_BYTES
 from kakeya.prefix.disk.store import BlockStore
 from kakeya.prefix.names.blocks import BlockId
 from tests.fakes import FakeClock
@@ -667,7 +668,7 @@ async def test_a_folder_that_can_be_read_only_later_is_looked_through_then(tmp_p
 async def test_a_header_that_cannot_be_written_costs_only_its_block(tmp_path: Path) -> None:
     block, payload = block_of()
     async with opened(tmp_path) as store:
-        await store.put(replace(block, facts={"layout": "x" * 70_000}), payload)
+        await store.put(replace(block, facts={"layout": "x" * HEADER_LIMIT_BYTES}), payload)
         await put_all(store, [block_of(1)])
         assert store.ids() == (block_of(1)[0].id,)
         assert store.stats().counts.skipped == 1
