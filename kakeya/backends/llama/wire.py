@@ -15,6 +15,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kakeya.backends.llama.gbnf import gbnf
+from kakeya.backends.llama.json_gbnf import is_followed
 from kakeya.core.errors import (
     InvalidArgument,
     KakeyaError,
@@ -86,17 +88,22 @@ def completion_body(
         "n_probs": 0 if request.top_logprobs is None else max(1, request.top_logprobs),
     }
     if request.grammar:
-        schema = schema_of(request.grammar)
-        if schema is None:
-            raise Unsupported(
-                "llama-server forces JSON Schema only: an answer of a GGUF model cannot be forced "
-                "to call a tool, or to think first; leave out tool_choice and strict, or ask for "
-                "the JSON alone"
-            )
-        body["json_schema"] = schema
+        body |= _forced(request.grammar)
         if answered:
             body["generation_prompt"] = text_of(request.token_ids[request.prompt_tokens :])
     return body
+
+
+def _forced(grammar: str) -> dict[str, object]:
+    """The fields that force an answer. Raises Unsupported for what llama-server cannot force."""
+    try:
+        # Of another type it would not take the answer so far for a part of what is forced.
+        return {"grammar": gbnf(grammar), "grammar_type": "tool_calls"}
+    except Unsupported:
+        schema = schema_of(grammar)
+        if schema is None or not is_followed(schema):
+            raise
+        return {"json_schema": schema}
 
 
 def events_of(data: bytes) -> tuple[list[dict[str, Any]], bytes]:

@@ -185,7 +185,7 @@ async def test_what_it_cannot_do_is_refused_by_type(llama_server: Path, model: P
             (replace(asked, token_ids=[facts.vocab_size]), InvalidArgument),
             (replace(asked, token_ids=[5] * 5000), InvalidArgument),
             (replace(asked, adapter_id="mine"), Unsupported),
-            (replace(asked, grammar='%llguidance {}\nstart: "a"'), Unsupported),
+            (replace(asked, grammar="%llguidance {}\nstart: /[a-z]+/"), Unsupported),
         ):
             with pytest.raises(error):
                 await taken(backend, wrong)
@@ -259,8 +259,18 @@ async def test_an_openai_client(llama_server: Path, model: Path) -> None:
         assert told["name"] in ("red", "blue")
         assert isinstance(told["sure"], bool)
 
-        with pytest.raises(openai.BadRequestError, match="tool"):
-            await create(**greedy, messages=[ASKED], tools=tools, tool_choice="required")
+        named: Any = {"type": "function", "function": {"name": "Bash"}}
+        for choice_of_tool, names in (("required", {"Bash", "get_weather"}), (named, {"Bash"})):
+            asked: Any = {**plain, "tool_choice": choice_of_tool, "max_tokens": 200}
+            (choice,) = (await create(**asked)).choices
+            assert choice.finish_reason == "tool_calls"
+            for made in choice.message.tool_calls or ():
+                assert made.type == "function"
+                assert made.function.name in names
+                assert isinstance(json.loads(made.function.arguments), dict)
+        tools[0]["function"]["parameters"]["properties"]["command"]["format"] = "email"
+        with pytest.raises(openai.BadRequestError, match="'format'"):
+            await create(**{**plain, "tool_choice": "required"})
         with pytest.raises(openai.BadRequestError, match="4096"):
             await create(**greedy, messages=[{**greeting, "content": "hello " * 5000}])
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kakeya.backends.llama.gbnf import gbnf
 from kakeya.backends.llama.wire import CompletionReader, completion_body, events_of, failure_of
 from kakeya.core.errors import (
     InvalidArgument,
@@ -163,18 +164,19 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 MARKS = ModelMarks(family=JSON_FAMILY, tokens={})
 
 
-def test_a_schema_is_handed_on_and_another_grammar_is_refused() -> None:
+def test_a_grammar_is_sent_as_gbnf_and_what_only_the_server_knows_as_a_schema() -> None:
     grammar = answer_grammar(AnswerShape(schema=SCHEMA), (), MARKS)
-    assert schema_of(grammar) == SCHEMA
-    forced = replace(ASKED, grammar=grammar)
-    assert body(forced)["json_schema"] == SCHEMA
-    assert "generation_prompt" not in body(forced)
-    assert body(replace(forced, prompt_tokens=3))["generation_prompt"] == "<[8]>"
-    for other in (
-        '%llguidance {}\nstart: "a"',
-        grammar.replace("start: answer", "start: x answer"),
-    ):
-        with pytest.raises(Unsupported, match="JSON Schema only"):
-            body(replace(ASKED, grammar=other))
+    forced = body(replace(ASKED, grammar=grammar))
+    assert (forced["grammar"], forced["grammar_type"]) == (gbnf(grammar), "tool_calls")
+    assert "generation_prompt" not in forced
+    rest = body(replace(ASKED, grammar=grammar, prompt_tokens=3))
+    assert rest["generation_prompt"] == "<[8]>"
+    dated = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}}
+    own = answer_grammar(AnswerShape(schema=dated), (), MARKS)
+    assert body(replace(ASKED, grammar=own))["json_schema"] == schema_of(own) == dated
+    other = answer_grammar(AnswerShape(schema={"type": "string", "format": "email"}), (), MARKS)
+    for wrong, says in (("%llguidance {}\nstart: /a+/", "this form"), (other, "'format'")):
+        with pytest.raises(Unsupported, match=says):
+            body(replace(ASKED, grammar=wrong))
     with pytest.raises(Unsupported, match="adapters"):
         body(replace(ASKED, adapter_id="mine"))
