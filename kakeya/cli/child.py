@@ -88,9 +88,14 @@ class NodeProcess:
         """The process id; 0 before the start."""
         return self._process.pid if self._process else 0
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None and self.is_running:
             self._is_told |= number in _ENDING
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)

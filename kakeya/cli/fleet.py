@@ -1,4 +1,5 @@
-"""Commands of a fleet: init, invite, join, revoke; and pressure, by which a host warns its node.
+"""Commands of a fleet: init, invite, join, revoke; drain; and pressure, by which a host warns its
+node.
 
 `init` and `join` write the identity of the node in a data directory while no node runs there; the
 other commands go to the node that runs there.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # gRPC and X.509 take longer to import than `kakeya status` t
 
 _TIMEOUT_S = 10.0
 _MOST_MB = 1 << 30
+_PATIENCE_S, _MOST_PATIENCE_S = 60.0, 86_400.0
 _ROLES = ("member", "client", "admin")
 Answer = TypeVar("Answer")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -54,6 +56,14 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     join.add_argument("--label", default="", metavar="NAME", help="default: the host's name")
     revoke = _command(commands, "revoke", "remove a node from the fleet for good")
     revoke.add_argument("node", metavar="NODE", help="its label, its id, or the start of its id")
+    drain = _command(commands, "drain", "have the node take nothing new, end what runs, and stop")
+    drain.add_argument(
+        "--patience",
+        type=float,
+        default=_PATIENCE_S,
+        metavar="SECONDS",
+        help="after so long it stops though requests run (default: %(default)g)",
+    )
     pressure = _command(
         commands, "pressure", "tell the node how short of memory the machine is, for a minute"
     )
@@ -80,6 +90,8 @@ def run(options: argparse.Namespace) -> int | None:
             return _join(folder, options.token, options.label or host_label(), as_json=options.json)
         case "revoke":
             return _revoke(folder, options.node, as_json=options.json)
+        case "drain":
+            return _drain(folder, options.patience, as_json=options.json)
         case "pressure":
             return _pressure(folder, options.level, options.free_mb, as_json=options.json)
         case _:
@@ -161,6 +173,31 @@ def _revoke(folder: Path, node: str, *, as_json: bool) -> int:
     _show(
         {"node_id": made.node_id, "version": made.version},
         f"revoked {made.node_id}; the nodes of the fleet learn it by gossip, within seconds",
+        as_json=as_json,
+    )
+    return 0
+
+
+def _drain(folder: Path, patience_s: float, *, as_json: bool) -> int:
+    from kakeya.v1.fleet_pb2 import DrainProgress, DrainRequest
+
+    if not 0 < patience_s <= _MOST_PATIENCE_S:
+        raise InvalidArgument(
+            f"--patience is {patience_s:g}; above 0 and at most {_MOST_PATIENCE_S:g} is needed"
+        )
+
+    def follow(stub: ControlServiceStub) -> DrainProgress:
+        last = DrainProgress()
+        limit_s = patience_s + _TIMEOUT_S
+        for last in stub.Drain(DrainRequest(patience_seconds=patience_s), timeout=limit_s):
+            if last.requests and not as_json:
+                print(f"{last.requests} requests run, {last.seconds:.0f} s", file=sys.stderr)
+        return last
+
+    end = _ask(folder, follow)
+    _show(
+        {"cut_off": end.requests, "seconds": round(end.seconds, 1)},
+        f"drained in {end.seconds:.1f} s, {end.requests} requests were cut off; the node stops",
         as_json=as_json,
     )
     return 0

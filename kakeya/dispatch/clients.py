@@ -151,6 +151,11 @@ class Clients:
             request.end(self._mono())
             self._clients.move_to_end((client, user))
 
+    @property
+    def active(self) -> int:
+        """How many requests run or wait."""
+        return sum(one.running + one.waiting for one in self._clients.values())
+
     def find(self, request_id: str) -> tuple[str, Json] | None:
         """A request that is here, by its id with any prefix: its client, and what is told of it."""
         found = self._inside.get(request_id[-ID_CHARS:])

@@ -205,6 +205,7 @@ class Agent:
             self._precache,
             data_dir=self._folder,
             dispatch=self._memory.dispatch,
+            on_drain=self._changed.set,
             health=self._health,
             clock=self._clock,
             rng=self._rng,
@@ -370,6 +371,8 @@ class Agent:
             )
             self._awake.follow(offers=self._memory.offers_models, works=self._memory.is_working)
             offer = replace(self._offer(), caches=self._services.peers.caches)
+            if self._services.draining.is_under_way:
+                offer = replace(offer, models=())
             self._plane.gossip.announce(offer)
 
     def _suspect_failed_drafters(self, usage: Usage) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.fleet.identity.invite import VALID_S
 from kakeya.fleet.identity.join_server import Invitation
+from kakeya.node.drain import PATIENCE_S, DrainStep
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer
 from kakeya.wire.security import CertRole
@@ -69,7 +71,7 @@ class ControlService(ControlServiceServicer):
     """Translates the owner's calls.
 
     `examine` makes the doctor's report, as JSON. `dispatch` takes a level of memory pressure and
-    the free bytes, None = unknown, and returns the level before.
+    the free bytes, None = unknown, and returns the level before. `drain` ends the node.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class ControlService(ControlServiceServicer):
         *,
         examine: Callable[[str], Awaitable[str]],
         dispatch: Callable[[str, int | None], str],
+        drain: Callable[[float], AsyncGenerator[DrainStep, None]],
     ) -> None:
         self._fleet = fleet
+        self._drain = drain
         self._examine = examine
         self._dispatch = dispatch
 
@@ -121,6 +125,15 @@ class ControlService(ControlServiceServicer):
             await abort(context, refusal)
             raise
         return pb.DispatchPressureResponse(level_before=before)
+
+    async def Drain(  # type: ignore[override]
+        self, request: pb.DrainRequest, context: Context
+    ) -> None:
+        """Drain the node, then stop it; what was begun goes on if the caller leaves."""
+        async with aclosing(self._drain(request.patience_seconds or PATIENCE_S)) as steps:
+            async for step in steps:
+                told = pb.DrainProgress(requests=step.requests, seconds=step.seconds)
+                await context.write(told)
 
 
 def _role(name: str) -> CertRole:

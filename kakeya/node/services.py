@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
 from kakeya.node.directory import VerifierDirectory
 from kakeya.node.doctor import Doctor
+from kakeya.node.drain import NodeDrain
 from kakeya.node.fleet import NodeFleet
 from kakeya.node.pages import NodePages
 from kakeya.prefix.peers.peers import PrefixPeers
@@ -65,6 +67,7 @@ class Services:
         *,
         data_dir: Path,
         dispatch: Callable[[str, int | None], str],
+        on_drain: Callable[[], None],
         health: NodeHealth,
         clock: Clock,
         rng: random.Random,
@@ -100,10 +103,18 @@ class Services:
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=clock)
         self._streams = DraftStreamService(self._proposers, clock=clock)
         self.doctor = Doctor(plane, data_dir, clock=clock, environ=os.environ)
+        self._on_drain = on_drain
+        self.draining = NodeDrain(
+            begin=self._begin_drain,
+            left=lambda: self.clients.active,
+            stop=lambda: os.kill(os.getpid(), signal.SIGTERM),
+            clock=clock,
+        )
         self._control = ControlService(
             plane.membership or NoFleet(),
             examine=self.doctor.examine_json,
             dispatch=dispatch,
+            drain=self.draining.run,
         )
         self._adapters = AdapterService(pages.adapters.manager)
         self.peers = PrefixPeers(
@@ -139,6 +150,13 @@ class Services:
         add_ControlServiceServicer_to_server(self._control, server)
         add_AdapterServiceServicer_to_server(self._adapters, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+
+    def _begin_drain(self, reason: str) -> None:
+        self.runtime.drain(reason)
+        self._serving.drain(reason)
+        self.models.drain(reason)
+        self._health.hold("drain", reason)
+        self._on_drain()
 
     def drain(self, reason: str) -> None:
         """Refuse new work for peers; running calls may end, idle streams end now."""

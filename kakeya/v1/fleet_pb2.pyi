@@ -644,6 +644,50 @@ class ExamineResponse(_message.Message):
 Global___ExamineResponse: _TypeAlias = ExamineResponse  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATIENCE_SECONDS_FIELD_NUMBER: _builtins.int
+    patience_seconds: _builtins.float
+    """Seconds after which the node stops though requests run; 0 = a minute."""
+    def __init__(
+        self,
+        *,
+        patience_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["patience_seconds", b"patience_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Requests of clients and of peers that run or wait."""
+    seconds: _builtins.float
+    """Since the drain began."""
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainProgress: _TypeAlias = DrainProgress  # noqa: Y015
+
+@_typing.final
 class DispatchPressureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -445,6 +445,11 @@ class ControlServiceStub:
                 request_serializer=kakeya_dot_v1_dot_fleet__pb2.DispatchPressureRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_fleet__pb2.DispatchPressureResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/kakeya.v1.ControlService/Drain',
+                request_serializer=kakeya_dot_v1_dot_fleet__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_fleet__pb2.DrainProgress.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -476,6 +481,14 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Has the node take nothing new, waits until what runs has ended, and stops the node. A message
+        each second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -498,6 +511,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.DispatchPressure,
                     request_deserializer=kakeya_dot_v1_dot_fleet__pb2.DispatchPressureRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_fleet__pb2.DispatchPressureResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kakeya_dot_v1_dot_fleet__pb2.DrainRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_fleet__pb2.DrainProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -609,6 +627,33 @@ class ControlService:
             '/kakeya.v1.ControlService/DispatchPressure',
             kakeya_dot_v1_dot_fleet__pb2.DispatchPressureRequest.SerializeToString,
             kakeya_dot_v1_dot_fleet__pb2.DispatchPressureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kakeya.v1.ControlService/Drain',
+            kakeya_dot_v1_dot_fleet__pb2.DrainRequest.SerializeToString,
+            kakeya_dot_v1_dot_fleet__pb2.DrainProgress.FromString,
             options,
             channel_credentials,
             insecure,

@@ -179,6 +179,10 @@ class ControlServiceStub:
     Examine: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExamineRequest, _fleet_pb2.ExamineResponse]
     DispatchPressure: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.DispatchPressureRequest, _fleet_pb2.DispatchPressureResponse]
     """What a host program learnt from its system about memory."""
+    Drain: _grpc.UnaryStreamMultiCallable[_fleet_pb2.DrainRequest, _fleet_pb2.DrainProgress]
+    """Has the node take nothing new, waits until what runs has ended, and stops the node. A message
+    each second.
+    """
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -190,6 +194,10 @@ class ControlServiceAsyncStub(ControlServiceStub):
     Examine: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExamineRequest, _fleet_pb2.ExamineResponse]  # type: ignore[assignment]
     DispatchPressure: _aio.UnaryUnaryMultiCallable[_fleet_pb2.DispatchPressureRequest, _fleet_pb2.DispatchPressureResponse]  # type: ignore[assignment]
     """What a host program learnt from its system about memory."""
+    Drain: _aio.UnaryStreamMultiCallable[_fleet_pb2.DrainRequest, _fleet_pb2.DrainProgress]  # type: ignore[assignment]
+    """Has the node take nothing new, waits until what runs has ended, and stops the node. A message
+    each second.
+    """
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the owner of a node tells it; on a socket in the data directory, or with an admin's key."""
@@ -222,5 +230,15 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.DispatchPressureResponse, _abc.Awaitable[_fleet_pb2.DispatchPressureResponse]]:
         """What a host program learnt from its system about memory."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _fleet_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_fleet_pb2.DrainProgress], _abc.AsyncIterator[_fleet_pb2.DrainProgress]]:
+        """Has the node take nothing new, waits until what runs has ended, and stops the node. A message
+        each second.
+        """
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

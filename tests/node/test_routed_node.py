@@ -179,3 +179,20 @@ async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(shelf
             shelf.minis[lost].send(signal.SIGKILL)
     assert text == whole.choices[0].text
     assert shelf.front.api.get("/api/v1/status")["routes"]["moved"] == 1
+
+
+async def test_a_drained_node_ends_its_answers_and_takes_no_new_ones(shelf: Shelf) -> None:
+    """After the test before it, which leaves one node: that one goes too."""
+    (name,) = [one for one, node in shelf.minis.items() if node.is_running]
+    node = shelf.minis[name]
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "import os", "max_tokens": 40}
+    stream = await shelf.openai.completions.create(stream=True, **asked)
+    await anext(aiter(stream))
+    data = str(node.log_file.parent / "data")
+    drained = await asyncio.to_thread(run_cli, "drain", "--data-dir", data, "--json")
+    assert json.loads(drained.stdout)["cut_off"] == 0, drained
+    assert [chunk.choices[0].finish_reason async for chunk in stream][-1] in ("length", "stop")
+    assert await node.wait() == 0
+    with pytest.raises(openai.APIStatusError) as refused:
+        await shelf.openai.completions.create(**asked)
+    assert refused.value.status_code in (404, 503)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
-from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Refused
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel
 from kakeya.dispatch.routed.embedder import RoutedEmbedder
@@ -18,14 +18,22 @@ from kakeya.generation.image import ImageModel
 from kakeya.generation.model import AdaptedId, EmbeddingModel, ModelDirectory, ServedModel
 from kakeya.prefix.seam import PrefixClaim, TokenSource
 
+_RESTART_S = 15.0
+"""Until a node that is drained is there again, if its owner starts it at once."""
+
 
 class RoutedModels(ModelDirectory):
     """A `ModelDirectory` of the fleet."""
 
     def __init__(self, own: OwnModels, peers: ServingPeers, history: RouteHistory) -> None:
         self._own = own
+        self._draining = ""
         self._peers = peers
         self._history = history
+
+    def drain(self, reason: str) -> None:
+        """Begin nothing with the own models from now on: peers are asked for all."""
+        self._draining = reason
 
     def get(self, model_id: str, client: str = "") -> ServedModel:
         """See `ModelDirectory`; "" is this node's default, or else the first model of a peer."""
@@ -37,6 +45,13 @@ class RoutedModels(ModelDirectory):
             refused = unknown
         name = own.model_id if own is not None else model_id or self._first()
         offered = self._peers.offering(name) if name else ()
+        if own is not None and self._draining:
+            if not offered:
+                raise Refused(
+                    f"this node takes no requests: {self._draining}, and no other node has {name}",
+                    retry_after_s=_RESTART_S,
+                )
+            own = None
         if own is not None and not offered:
             return own
         if own is None and not offered:

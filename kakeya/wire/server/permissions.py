@@ -76,6 +76,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "Revoke": _CONTROL,
         "Examine": _CONTROL,
         "DispatchPressure": _CONTROL,
+        "Drain": _CONTROL,
     },
     "kakeya.v1.AdapterService": {
         "RegisterAdapter": _CONTROL,

@@ -1,0 +1,289 @@
+"""Nodes and engines that are lost while they answer: whether each answer is that of an undisturbed
+run, and how long its client waits.
+
+kill      the agent of the node that answers is killed, and its engine with it
+engine    only the engine of that node is killed
+stop      the agent is stopped, as a machine that hangs
+
+A front node without a model, and two nodes with one. A client streams in five forms: a greedy
+text, a sampled one, a forced call, a JSON Schema, two answers at once. At a token drawn by chance
+the node that answers is lost; it is started again after the answer. A pause is the longest one
+between two pieces of an answer, beside the longest one of the undisturbed answer.
+
+.venv/bin/python -m benchmarks.failover [--times 100] [--faults kill,engine,stop] [--limit-s 900]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import kakeya
+from benchmarks.report import emit, percentile
+from kakeya.cli.child import NodeProcess
+
+MODEL = "kakeya-tiny-tools"
+FOLDER = Path(kakeya.__file__).parent / "models" / MODEL
+FAULTS = ("kill", "engine", "stop")
+QUICK = ("--exchange-interval", "0.5")
+WORDS = {"type": "string", "enum": ["sea", "sky", "sun", "sand"]}
+LIST = {
+    "type": "object",
+    "properties": {"words": {"type": "array", "items": WORDS, "minItems": 60, "maxItems": 60}},
+    "required": ["words"],
+    "additionalProperties": False,
+}
+STORY = [{"role": "user", "content": "Tell me about the sea."}]
+SEED = 11
+
+
+def forms() -> dict[str, tuple[str, dict[str, Any]]]:
+    """The route and body of each form of request, long enough to be cut in the middle."""
+    config = json.loads((FOLDER / "generation_config.json").read_text())
+    ends = config["eos_token_id"]
+    endless = {str(one): -100 for one in (ends if isinstance(ends, list) else [ends])}
+    chat = {"model": MODEL, "messages": STORY, "stream": True}
+    text = {"model": MODEL, "prompt": "import os", "max_tokens": 400, "stream": True}
+    plain = text | {"draft_policy": "off"}
+    tool = {"type": "function", "function": {"name": "list_words", "parameters": LIST}}
+    shape = {"name": "list", "strict": True, "schema": LIST}
+    return {
+        "greedy": ("completions", text | {"temperature": 0, "logit_bias": endless}),
+        "sampled": (
+            "completions",
+            plain | {"temperature": 0.8, "seed": SEED, "logit_bias": endless},
+        ),
+        "call": (
+            "chat/completions",
+            chat
+            | {"tools": [tool], "tool_choice": "required", "temperature": 0, "max_tokens": 800},
+        ),
+        "schema": (
+            "chat/completions",
+            chat
+            | {
+                "response_format": {"type": "json_schema", "json_schema": shape},
+                "temperature": 0.8,
+                "seed": SEED,
+                "max_tokens": 800,
+            },
+        ),
+        "two": ("completions", plain | {"temperature": 0.8, "seed": SEED, "n": 2}),
+    }
+
+
+@dataclass
+class Streamed:
+    """What a client got: the texts of its answers by index, and the moments of the pieces."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    moments: list[float] = field(default_factory=list)
+    ends: dict[int, str] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def pause_s(self) -> float:
+        """The longest time between two pieces."""
+        return max(
+            (b - a for a, b in zip(self.moments, self.moments[1:], strict=False)), default=0.0
+        )
+
+    @property
+    def said(self) -> tuple[object, object]:
+        """What is compared."""
+        return self.texts, self.ends
+
+
+class Shelf:
+    """The front node and the minis; a lost mini comes back under its name and addresses."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.front = NodeProcess(
+            folder / "front", "--node-id", "front", "--proposer", "ngram", *QUICK
+        )
+        self.minis: dict[str, NodeProcess] = {}
+
+    async def start(self, name: str) -> None:
+        """Start a mini, or start it again."""
+        flags = ["--node-id", name, "--model", MODEL, "--peer", self.front.grpc, *QUICK]
+        if (before := self.minis.get(name)) is not None:
+            flags += ["--bind", before.grpc, "--http", before.http]
+        node = NodeProcess(self._folder / name, *flags)
+        await node.__aenter__()
+        self.minis[name] = node
+
+    async def settled(self) -> None:
+        """Wait until the front would send requests to every mini."""
+        async with asyncio.timeout(60):
+            while not await self._are_quoted():  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.2)
+
+    async def _are_quoted(self) -> bool:
+        """Whether a request would find both: their cards are live and nothing is in doubt."""
+        nodes = (await self.get(self.front, "/api/v1/fleet"))["nodes"]
+        good = [
+            one["node_id"]
+            for one in nodes
+            if MODEL in str(one["models"]) and not one["is_suspect"] and not one["is_self"]
+        ]
+        states = [
+            model["state"]
+            for name in self.minis
+            for model in (await self.get(self.minis[name], "/api/v1/status"))["models"]
+            if model["model_id"] == MODEL
+        ]
+        return len(good) == len(self.minis) and states == ["ready"] * len(self.minis)
+
+    async def get(self, node: NodeProcess, path: str) -> Any:  # noqa: ANN401 - JSON
+        """The body of a GET."""
+        async with httpx.AsyncClient(timeout=20) as client:
+            return (await client.get(f"http://{node.http}{path}")).json()
+
+    async def routed(self) -> Counter[str]:
+        """How many generations went to each mini."""
+        return Counter((await self.get(self.front, "/api/v1/status"))["routes"]["by_node"])
+
+    async def lose(self, name: str, fault: str) -> None:
+        """Let the node be lost."""
+        node = self.minis[name]
+        if fault == "engine":
+            models = (await self.get(node, "/api/v1/status"))["models"]
+            os.kill(next(m["pid"] for m in models if m["model_id"] == MODEL), signal.SIGKILL)
+        else:
+            node.send(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+
+    async def mend(self, name: str, fault: str) -> None:
+        """Start a lost node again."""
+        if fault != "engine":
+            node = self.minis[name]
+            node.send(signal.SIGCONT)
+            node.send(signal.SIGKILL)
+            await node.wait()
+            await self.start(name)
+        await self.settled()
+
+
+@asynccontextmanager
+async def shelf(folder: Path) -> AsyncIterator[Shelf]:
+    """A front node and two minis, all ready."""
+    found = Shelf(folder)
+    async with found.front:
+        try:
+            for name in ("left", "right"):
+                await found.start(name)
+            await found.settled()
+            yield found
+        finally:
+            for node in found.minis.values():
+                node.send(signal.SIGCONT)
+                await node.stop()
+
+
+async def stream(
+    here: Shelf, form: tuple[str, Mapping[str, Any]], lose_at: int = 0, fault: str = ""
+) -> tuple[Streamed, str]:
+    """Stream one answer; after `lose_at` pieces its node is lost. Returns the node's name too."""
+    path, body = form
+    got, lost = Streamed(), ""
+    before = await here.routed()
+    async with (
+        httpx.AsyncClient(timeout=120) as client,
+        client.stream("POST", f"http://{here.front.http}/v1/{path}", json=body) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                got.error = str(chunk["error"])
+                break
+            for choice in chunk["choices"]:
+                got.moments.append(time.perf_counter())
+                index = choice["index"]
+                delta = choice.get("delta") or {}
+                said = choice.get("text") or delta.get("content") or ""
+                for call in delta.get("tool_calls") or ():
+                    said += (call["function"].get("name") or "") + call["function"]["arguments"]
+                got.texts[index] = got.texts.get(index, "") + said
+                if choice.get("finish_reason"):
+                    got.ends[index] = choice["finish_reason"]
+            if fault and not lost and len(got.moments) >= lose_at:
+                lost = next(iter(await here.routed() - before))
+                await here.lose(lost, fault)
+    return got, lost
+
+
+async def drill(times: int, faults: Sequence[str], limit_s: float) -> None:
+    """Lose nodes, and print what became of the answers."""
+    rng, began = random.Random(SEED), time.monotonic()
+    pauses: dict[str, list[float]] = {fault: [] for fault in faults}
+    outcomes: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory(prefix="kakeya-failover-") as folder:
+        async with shelf(Path(folder)) as here:
+            known = {name: (await stream(here, form))[0] for name, form in forms().items()}
+            for name, whole in known.items():
+                print(f"{name}: {len(whole.moments)} pieces, {whole.ends}", flush=True)
+            for number in range(times):
+                if time.monotonic() - began > limit_s:
+                    break
+                fault = faults[number % len(faults)]
+                name, form = list(forms().items())[number % len(known)]
+                whole = known[name]
+                at = rng.randrange(1, max(2, len(whole.moments) * 3 // 4))
+                got, lost = await stream(here, form, at, fault)
+                is_same = got.said == whole.said and not got.error
+                outcomes[fault, "same" if is_same else "other"] += 1
+                pauses[fault].append(got.pause_s - whole.pause_s)
+                if not is_same:
+                    print(f"{number} {name} {fault} at {at}: {got.error or got.said}", flush=True)
+                if lost:
+                    await here.mend(lost, fault)
+            moved = (await here.get(here.front, "/api/v1/status"))["routes"]["moved"]
+    for fault in faults:
+        if not pauses[fault]:
+            continue
+        print(
+            f"{fault}: {outcomes[fault, 'same']} of {len(pauses[fault])} the same; pause p50 "
+            f"{percentile(pauses[fault], 0.5):.2f} s, p95 {percentile(pauses[fault], 0.95):.2f} s, "
+            f"longest {max(pauses[fault]):.2f} s"
+        )
+    same = sum(count for (_, end), count in outcomes.items() if end == "same")
+    total = sum(outcomes.values())
+    emit(
+        "answers that are those of an undisturbed run",
+        ours=same,
+        baseline=total,
+        ratio=same / max(1, total),
+        goal="all",
+        met=same == total,
+        moved=moved,
+    )
+
+
+def main() -> None:
+    """Run the drill."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=100)
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--limit-s", type=float, default=900.0)
+    options = parser.parse_args()
+    asyncio.run(drill(options.times, options.faults.split(","), options.limit_s))
+
+
+if __name__ == "__main__":
+    main()

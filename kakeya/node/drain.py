@@ -1,0 +1,74 @@
+"""A node that is drained: it takes nothing new, lets what runs end, and stops.
+
+Requests that still reach it go to its peers, where they have the model. Its card offers nothing, so
+peers send nothing here, but they may fetch the KV of its conversations until it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from kakeya.core.clock import Clock
+
+PATIENCE_S = 60.0
+STEP_S = 1.0
+_LOOK_S = 0.1
+REASON = "it is being drained"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainStep:
+    """The requests that run or wait, `seconds` after the drain began."""
+
+    requests: int
+    seconds: float
+
+
+class NodeDrain:
+    """The drain of one node. `begin` stops new work, `left` counts the requests that are here,
+    `stop` ends the node."""
+
+    def __init__(
+        self,
+        *,
+        begin: Callable[[str], None],
+        left: Callable[[], int],
+        stop: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        self._begin = begin
+        self._left = left
+        self._stop = stop
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+        self._began_mono = 0.0
+        self._until_mono = 0.0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the node takes nothing new any more."""
+        return self._task is not None
+
+    async def run(self, patience_s: float) -> AsyncGenerator[DrainStep, None]:
+        """Drain, and yield at once and each second until nothing runs; a caller that leaves ends
+        nothing. A second call follows the same drain, with its own patience where that is less."""
+        now = self._clock.mono()
+        if self._task is None:
+            self._began_mono, self._until_mono = now, now + patience_s
+            self._begin(REASON)
+            self._task = asyncio.create_task(self._wait(), name="drain")
+        self._until_mono = min(self._until_mono, now + patience_s)
+        while True:
+            yield DrainStep(requests=self._left(), seconds=self._clock.mono() - self._began_mono)
+            done, _ = await asyncio.wait((self._task,), timeout=STEP_S)
+            if done:
+                break
+        yield DrainStep(requests=self._left(), seconds=self._clock.mono() - self._began_mono)
+
+    async def _wait(self) -> None:
+        while self._left() and self._clock.mono() < self._until_mono:
+            await self._clock.sleep(_LOOK_S)
+        # The last step is told before the connection of the owner closes.
+        asyncio.get_running_loop().call_later(_LOOK_S, self._stop)

@@ -1,0 +1,56 @@
+"""A drain in virtual time: it waits for what runs, as long as its owner is patient, and stops once."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from kakeya.node.drain import NodeDrain
+from tests.fakes import FakeClock
+from tests.waiting import eventually
+
+
+class Node:
+    """The parts of a node that a drain touches."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.requests = 2
+        self.begun: list[str] = []
+        self.stopped = 0
+        self.drain = NodeDrain(
+            begin=self.begun.append, left=lambda: self.requests, stop=self.stop, clock=self.clock
+        )
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+    async def end_after(self, seconds: float) -> None:
+        await self.clock.sleep(seconds)
+        self.requests = 0
+
+
+async def test_a_drain_goes_on_without_its_caller_and_stops_the_node_once() -> None:
+    node = Node()
+    assert not node.drain.is_under_way
+    ending = asyncio.create_task(node.end_after(7.0))
+    async with aclosing(node.drain.run(60)) as steps:
+        assert (await anext(steps)).requests == 2
+    assert node.drain.is_under_way
+    async with aclosing(node.drain.run(60)) as steps:
+        last = [step async for step in steps][-1]
+    assert last.requests == 0
+    assert 7.0 <= last.seconds < 7.5
+    await eventually("it is stopped", lambda: node.stopped)
+    await ending
+    assert node.begun == ["it is being drained"]
+    assert node.stopped == 1
+
+
+async def test_a_drain_cuts_off_what_runs_for_longer_than_its_owner_waits() -> None:
+    node = Node()
+    async with aclosing(node.drain.run(5)) as steps:
+        last = [step async for step in steps][-1]
+    assert last.requests == 2
+    assert 5.0 <= last.seconds < 5.5
+    await eventually("it is stopped", lambda: node.stopped == 1)
