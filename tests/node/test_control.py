@@ -8,7 +8,7 @@ import json
 import random
 import socket
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from kakeya.fleet.identity.membership import Membership, open_trust
 from kakeya.memory.pressure_sources import read_level
 from kakeya.node.control import ControlService, Fleet, NoFleet, control_socket
 from kakeya.node.datadir import DataDir, RunInfo
+from kakeya.node.drain import DrainStep
 from kakeya.v1 import distributed_pb2
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.wire.channels import Channels
@@ -65,12 +66,17 @@ def dispatch(word: str, free_bytes: int | None) -> str:
     return f"{read_level(word).name.lower()}, {free_bytes} free"
 
 
+async def drain(patience_s: float) -> AsyncGenerator[DrainStep, None]:
+    yield DrainStep(requests=3, seconds=0.0)
+    yield DrainStep(requests=1, seconds=patience_s)
+
+
 @asynccontextmanager
 async def controlled(home: Path, fleet: Fleet) -> AsyncIterator[None]:
     """A node's data directory is held, its socket answers."""
 
     def register(server: grpc.aio.Server) -> None:
-        service = ControlService(fleet, examine=examine, dispatch=dispatch)
+        service = ControlService(fleet, examine=examine, dispatch=dispatch, drain=drain)
         add_ControlServiceServicer_to_server(service, server)
 
     data_dir = await asyncio.to_thread(DataDir, home)
@@ -315,3 +321,18 @@ async def test_a_folder_too_deep_for_a_socket_still_has_one(tmp_path: Path) -> N
     path.parent.chmod(0o700)
     path.unlink(missing_ok=True)
     path.parent.rmdir()
+
+
+async def test_drain_tells_what_runs_and_what_was_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with controlled(tmp_path, NoFleet()):
+        where = ("--data-dir", str(tmp_path))
+        assert await run("drain", *where, "--patience", "7", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"cut_off": 1, "seconds": 7.0}
+        assert await run("drain", *where, "--patience", "7") == 0
+        told = capsys.readouterr()
+        assert told.err.splitlines() == ["3 requests run, 0 s", "1 requests run, 7 s"]
+        assert "1 requests were cut off" in told.out
+        with pytest.raises(InvalidArgument, match="--patience is 0; above 0"):
+            await run("drain", *where, "--patience", "0")

@@ -1,4 +1,4 @@
-"""A drain in virtual time: it waits for what runs, as long as its owner is patient, and stops once."""
+"""A drain in virtual time: it waits for what runs, within its owner's patience, and stops once."""
 
 from __future__ import annotations
 

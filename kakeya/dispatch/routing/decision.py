@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kakeya.core.errors import Refused
+from kakeya.core.errors import PeerUnavailable
 from kakeya.core.figures import Json
 from kakeya.dispatch.routing.candidate import RouteCandidate, RoutedRequest
 from kakeya.dispatch.routing.estimate import RouteEstimate, estimate
@@ -23,16 +23,21 @@ TIE_S = 0.02
 TIE = 0.05
 """Scores that differ by less than both together are equal: figures are no better than that."""
 MOST_ASKED = 3
+RETRY_S = 5.0
+"""Until a caller may try again: a node that was lost is back, or its card is gone."""
 
 
-class NoRoute(Refused):
+class NoRoute(PeerUnavailable):
     """No node can serve the request; `reasons` says of each why not."""
 
     code = "no_route"
 
     def __init__(self, reasons: Sequence[tuple[str, str]]) -> None:
         said = "; ".join(f"{node_id}: {why}" for node_id, why in reasons)
-        super().__init__(f"no node can serve the request: {said or 'no node has the model'}")
+        super().__init__(
+            f"no node can serve the request: {said or 'no node has the model'}",
+            retry_after_s=RETRY_S,
+        )
         self.reasons = tuple(reasons)
 
 

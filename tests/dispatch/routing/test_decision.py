@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.core.errors import Refused
+from kakeya.core.errors import PeerUnavailable
 from kakeya.dispatch.routing.candidate import (
     NodeLink,
     NodeSpeed,
@@ -91,7 +91,7 @@ def test_no_candidate_is_an_error_that_names_the_reason_of_each() -> None:
     ]
     with pytest.raises(NoRoute) as refusal:
         choose(REQUEST, shelf)
-    assert isinstance(refusal.value, Refused)
+    assert isinstance(refusal.value, PeerUnavailable)
     assert refusal.value.retryable
     assert refusal.value.reasons == (
         ("a", "its context has 2048 tokens"),
