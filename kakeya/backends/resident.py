@@ -13,7 +13,6 @@ The arbiter decides whether and when a model is loaded; `EngineHandler` carries 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -23,7 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from weakref import WeakSet
@@ -31,13 +30,13 @@ from weakref import WeakSet
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.failures import ModelFailures
 from kakeya.backends.llama.plan import text_source
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms, terms_within
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     ConfigError,
     InvariantBroken,
-    MemoryRefused,
     ModelLoading,
     PeerUnavailable,
 )
@@ -65,17 +64,8 @@ CAPABILITY_OF = {
     ModelRole.PROPOSER: DRAFT,
     ModelRole.EMBEDDER: EMBED,
 }
-PAUSES_S = (30.0, 60.0, 120.0, 300.0)
-"""Seconds after the 1st, 2nd, ... failure within half an hour; the last value repeats."""
-_FAILURES_COUNT_S = 1800.0
 _PROMPTS_KEPT_S = 3600.0
 """For so long the seconds from the begin of a generation to its first token count in estimates."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    reason: str
-    until_mono: float
 
 
 class ResidentModel:
@@ -97,8 +87,7 @@ class ResidentModel:
         self._on_change = on_change
         self._patience_s = patience_s
         self._facts: ModelFacts | None = None
-        self._failure: _Failure | None = None
-        self._failed_mono: list[float] = []
+        self.failures = ModelFailures(spec.model_id, clock.mono)
         self._earlier_restarts = 0
         self._asking = 0
         self._prompts = Timings(_PROMPTS_KEPT_S)
@@ -149,7 +138,7 @@ class ResidentModel:
         if self.backend is not None and self.backend.state is not ModelState.STOPPED:
             is_ready = self.backend.state is ModelState.READY
             return ModelState.LOADING if is_ready and not self._is_settled else self.backend.state
-        if self._failure is not None:
+        if self.failures.reason:
             return ModelState.FAILED
         resident = self.resident
         is_coming = resident is not None and resident.state is State.LOADING
@@ -160,7 +149,7 @@ class ResidentModel:
         """The reason of FAILED or RESTARTING, in one sentence; "" otherwise."""
         if self.backend is not None and self.backend.last_error:
             return self.backend.last_error
-        return self._failure.reason if self._failure else ""
+        return self.failures.reason
 
     @property
     def folder(self) -> Path | None:
@@ -251,8 +240,8 @@ class ResidentModel:
     @property
     def refusal(self) -> str:
         """Why a request would be refused now; "" = it would not."""
-        if self._failure is not None and not self.may_load:
-            return self._failure.reason
+        if not self.failures.may_load:
+            return self.failures.reason
         if self.state is ModelState.READY or self._memory.would_grant(
             self.capability, self.model_id
         ):
@@ -273,7 +262,7 @@ class ResidentModel:
         Raises ModelLoading if that takes longer, PeerUnavailable if the model is given up, and the
         arbiter's errors.
         """
-        self._refuse_failed()
+        self.failures.check()
         if self._facts is None:
             async with self.lend(terms_within(timeout_s, priority)):
                 pass
@@ -380,7 +369,7 @@ class ResidentModel:
     def settled(self, facts: ModelFacts) -> None:
         """Note that the engine is loaded, measured and within its limits."""
         self._facts = facts
-        self._failure = None
+        self.failures.clear()
         self._rests = False
         self._is_settled = True
         self._on_change(self)
@@ -412,30 +401,25 @@ class ResidentModel:
 
     def load_failed(self, reason: str) -> None:
         """Note that the model could not be loaded."""
-        if self.may_load:
-            self._fail(reason)
+        if self.failures.may_load:
+            self.failures.note(reason)
         self._on_change(self)
 
     def engine_changed(self) -> None:
         """Note a change of the engine's state. A failed engine leaves memory when it is unused."""
         backend = self.backend
         if backend is not None and backend.state is ModelState.FAILED:
-            self._fail(backend.last_error)
+            self.failures.note(backend.last_error)
             self._drop_failed()
         self._on_change(self)
-
-    @property
-    def may_load(self) -> bool:
-        """Whether a load may be tried: the pause after the last failure is over."""
-        return self._failure is None or self._clock.mono() >= self._failure.until_mono
 
     @property
     def may_come_back(self) -> bool:
         """Whether the model is loaded without a request when there is room: a drafter unless it
         left for idleness and no draft was asked since, others only if they were never tried."""
         if self.role is ModelRole.PROPOSER:
-            return self.may_load and not self._rests
-        return self._facts is None and self._failure is None
+            return self.failures.may_load and not self._rests
+        return self._facts is None and not self.failures.reason
 
     # Holding it
 
@@ -445,7 +429,7 @@ class ResidentModel:
 
         Waits for the model's `patience_s` if the terms have no deadline. Raises as `decode`.
         """
-        self._refuse_failed()
+        self.failures.check()
         terms = replace(terms, may_displace_text=self.manifest.may_displace_text)
         if terms.timeout_s == FOREVER:
             terms = replace(terms, timeout_s=self._patience_s)
@@ -494,41 +478,15 @@ class ResidentModel:
         finally:
             self._asking -= 1
 
-    # Failures
-
-    def _fail(self, reason: str) -> None:
-        if self._is_barred:
-            return
-        now = self._clock.mono()
-        self._failed_mono = [at for at in self._failed_mono if now - at < _FAILURES_COUNT_S]
-        pause_s = PAUSES_S[min(len(self._failed_mono), len(PAUSES_S) - 1)]
-        self._failed_mono.append(now)
-        self._failure = _Failure(reason, now + pause_s)
-
     def bar(self, reason: str) -> None:
         """Load the model no more, for a reason in words; "" = load it again."""
-        if not reason and not self._is_barred:
-            return
-        self._failure = _Failure(reason, math.inf) if reason else None
-        self._drop_failed()
-        self._on_change(self)
-
-    @property
-    def _is_barred(self) -> bool:
-        return self._failure is not None and self._failure.until_mono == math.inf
-
-    def _refuse_failed(self) -> None:
-        if self._failure is not None and self._is_barred:
-            raise MemoryRefused(self._failure.reason)
-        if self._failure is not None and not self.may_load:
-            raise PeerUnavailable(
-                f"model {self.model_id} is failed: {self._failure.reason}; it is tried again later",
-                retry_after_s=max(1.0, self._failure.until_mono - self._clock.mono()),
-            )
+        if self.failures.bar(reason):
+            self._drop_failed()
+            self._on_change(self)
 
     def _drop_failed(self) -> None:
         resident = self.resident
-        if self._failure is not None and resident is not None and resident.is_idle:
+        if self.failures.reason and resident is not None and resident.is_idle:
             self._memory.unload(self.capability, self.model_id)
 
 

@@ -403,7 +403,7 @@ class NodeMemory:
             await self._preload(model)
 
     async def _preload(self, model: ResidentModel) -> None:
-        if not model.may_load:
+        if not model.failures.may_load:
             return
         terms = DRAFT_TERMS if model.role is ModelRole.PROPOSER else PLAIN
         if not await self.arbiter.preload(model.capability, model.model_id, terms):
