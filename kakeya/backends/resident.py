@@ -30,7 +30,7 @@ from weakref import WeakSet
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
-from kakeya.backends.failures import ModelFailures
+from kakeya.backends.engine.failures import ModelFailures
 from kakeya.backends.llama.plan import text_source
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms, terms_within
 from kakeya.core.clock import Clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kakeya.backends.failures import PAUSES_S, ModelFailures
+from kakeya.backends.engine.failures import PAUSES_S, ModelFailures
 from kakeya.core.errors import MemoryRefused, PeerUnavailable
 
 
