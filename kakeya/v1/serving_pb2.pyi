@@ -270,12 +270,15 @@ class RoutedDecodeRequest(_message.Message):
     DRAFT_POLICY_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     STAY_WARM_SECONDS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     draft_policy: _builtins.str
     """Whether drafts are made, and which: as draft_policy of RuntimeService.Generate."""
     retention: _builtins.int
     """A PrefixRetention."""
     stay_warm_seconds: _builtins.float
+    client: _builtins.str
+    """As in DescribeModel; that of `request` is a name for shares, which a caller may make up."""
     @_builtins.property
     def request(self) -> _engine_pb2.DecodeRequest:
         """As an engine is asked, without its KV and its draft sources."""
@@ -288,10 +291,11 @@ class RoutedDecodeRequest(_message.Message):
         draft_policy: _builtins.str = ...,
         retention: _builtins.int = ...,
         stay_warm_seconds: _builtins.float = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_policy", b"draft_policy", "model_id", b"model_id", "request", b"request", "retention", b"retention", "stay_warm_seconds", b"stay_warm_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "draft_policy", b"draft_policy", "model_id", b"model_id", "request", b"request", "retention", b"retention", "stay_warm_seconds", b"stay_warm_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -360,17 +364,21 @@ class ReleaseKvRequest(_message.Message):
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
     KV_KEY_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     kv_key: _builtins.str
+    client: _builtins.str
+    """As of the requests with the key."""
     def __init__(
         self,
         *,
         model_id: _builtins.str = ...,
         kv_key: _builtins.str = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_key", b"kv_key", "model_id", b"model_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "kv_key", b"kv_key", "model_id", b"model_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,6 +106,12 @@ def error_from_status(
     return failure
 
 
+def is_answer(failure: errors.KakeyaError) -> bool:
+    """Whether a failure of `error_from_rpc` was raised there by a Kakeya node, which then lives."""
+    cause = failure.__cause__
+    return isinstance(cause, grpc.RpcError) and "kakeya-error" in _metadata(cause)
+
+
 def _metadata(error: grpc.RpcError) -> dict[str, str]:
     read = getattr(error, "trailing_metadata", None)
     pairs: Iterable[tuple[str, str | bytes]] = (read() if callable(read) else None) or ()

@@ -99,7 +99,7 @@ class PeerCalls:
                 yield part.name, part.data
 
     async def decode(
-        self, model_id: str, request: DecodeRequest, draft_policy: str
+        self, model_id: str, client: str, request: DecodeRequest, draft_policy: str
     ) -> AsyncGenerator[Frame, None]:
         """Stream the frames of a generation. Closing the iterator cancels it on the peer.
 
@@ -112,6 +112,7 @@ class PeerCalls:
             draft_policy=draft_policy,
             retention=request.kv_retention,
             stay_warm_seconds=request.stay_warm_s,
+            client=client,
         )
         told: RequestWait | None = None
         if request.wait is not None:
@@ -146,9 +147,9 @@ class PeerCalls:
                 ) from None
         return message if isinstance(message, pb.RoutedDecodeResponse) else None  # else its end
 
-    async def release(self, model_id: str, kv_key: str) -> None:
+    async def release(self, model_id: str, client: str, kv_key: str) -> None:
         """Have the KV of a key forgotten. Raises the peer's errors."""
-        request = pb.ReleaseKvRequest(model_id=model_id, kv_key=kv_key)
+        request = pb.ReleaseKvRequest(model_id=model_id, client=client, kv_key=kv_key)
         with self._told():
             await self._stub.ReleaseKv(request, timeout=_SHORT_S)
 

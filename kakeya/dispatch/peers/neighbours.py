@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
@@ -14,7 +15,7 @@ from kakeya.core.errors import (
     KakeyaError,
     NotFound,
     PeerError,
-    PeerUnavailable,
+    StoreFailed,
     UnknownMethod,
 )
 from kakeya.core.log import event
@@ -26,6 +27,7 @@ from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.peers.peers import Neighbourhood
 from kakeya.prefix.seam import PrefixClaim, TokenSource
+from kakeya.wire.status import is_answer
 
 _log = logging.getLogger(__name__)
 QUOTE_S = 0.25
@@ -67,7 +69,8 @@ class ServingPeers:
         self._described: dict[tuple[str, str], _Described] = {}
         """By node id and model id."""
         self._sending: set[asyncio.Task[None]] = set()
-        self._bringing: dict[str, asyncio.Lock] = {}
+        self._bringing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By digest, for as long as requests bring that text."""
         self._unable: dict[str, float] = {}
         """Node ids, and until when they are not asked, in monotonic seconds."""
         self._slow: dict[str, float] = {}
@@ -154,6 +157,8 @@ class ServingPeers:
 
     def failed(self, peer: ServingPeer, failure: KakeyaError) -> None:
         """Note the failure of a call: a node that does not answer comes in doubt."""
+        if is_answer(failure):
+            return
         if isinstance(failure, UnknownMethod):
             self._unable[peer.node_id] = self._clock.mono() + _SPARED_S
         elif isinstance(failure, DeadlineExceeded):
@@ -209,17 +214,15 @@ class ServingPeers:
             lock = self._bringing.setdefault(told.text_digest, asyncio.Lock())
             try:
                 async with lock:
-                    found = self._texts.find(told.text_digest)
+                    found = await self._texts.find(told.text_digest)
                     if found is None:
                         parts = calls.text_files(model_id, client)
                         found = await self._texts.keep(told.text_digest, parts)
                         event(_log, "text of a peer's model", model=model_id, node=peer.label)
             except OSError as problem:
-                raise PeerUnavailable(
+                raise StoreFailed(
                     f"the text of {model_id} cannot be kept here: {problem}"
                 ) from problem
-            finally:
-                self._bringing.pop(told.text_digest, None)
             folder = str(found)
         told = replace(told, facts=replace(told.facts, model_path=folder))
         self._described[peer.node_id, model_id] = _Described(peer.life, told)

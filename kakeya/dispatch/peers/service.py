@@ -84,6 +84,7 @@ class ServingService(ServingServiceServicer):
             model = self._any(request.model_id, request.client)
             facts = model.facts
             if facts is None:
+                self._refuse_new()
                 facts = await model.ready(request.wait_seconds, _priority(request.priority))
             return pb.DescribeModelResponse(
                 facts=facts_to_wire(facts),
@@ -95,8 +96,7 @@ class ServingService(ServingServiceServicer):
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tell how a request would be served now."""
         async with _errors_end(context):
-            if self._draining:
-                raise Refused(f"this node takes no requests: {self._draining}")
+            self._refuse_new()
             model = self._models.get(request.model_id, request.client)
             ids = ids_from_wire(request.token_ids_le32)
             return quote_to_wire(quote_of(model, ids, tuple(request.cuts)))
@@ -118,8 +118,7 @@ class ServingService(ServingServiceServicer):
     ) -> None:
         """Stream a generation, and a sign of life while there is nothing to stream."""
         async with _errors_end(context):
-            if self._draining:
-                raise Refused(f"this node takes no requests: {self._draining}")
+            self._refuse_new()
             asked, model = self._asked(request)
             wait = WaitTeller(model.waits_for)
             self.served += 1
@@ -141,9 +140,11 @@ class ServingService(ServingServiceServicer):
     ) -> pb.ReleaseKvResponse:
         """Forget the KV of one key."""
         async with _errors_end(context):
-            model = self._models.get(request.model_id)
+            model = self._models.get(request.model_id, request.client)
             if model.facts is not None and request.kv_key:
-                claim = _claim(model.model_id, model.facts, "", request.kv_key, Retention.SHORT)
+                claim = _claim(
+                    model.model_id, model.facts, request.client, request.kv_key, Retention.SHORT
+                )
                 await model.release(self._precache.kv_key(claim))
         return pb.ReleaseKvResponse()
 
@@ -169,6 +170,7 @@ class ServingService(ServingServiceServicer):
     ) -> pb.EmbedTextsResponse:
         """Make vectors of texts."""
         async with _errors_end(context):
+            self._refuse_new()
             model = self._models.embedder(request.model_id)
             texts: Sequence[Sequence[int]] = [
                 ids_from_wire(each) for each in request.request.token_ids_le32
@@ -178,6 +180,10 @@ class ServingService(ServingServiceServicer):
             return pb.EmbedTextsResponse(response=response)
         raise AssertionError("abort returned")
 
+    def _refuse_new(self) -> None:
+        if self._draining:
+            raise Refused(f"this node takes no requests: {self._draining}")
+
     def _any(self, model_id: str, client: str) -> LoadableModel:
         for model in self._models.embedders():
             if model.model_id == model_id:
@@ -186,13 +192,13 @@ class ServingService(ServingServiceServicer):
 
     def _asked(self, request: pb.RoutedDecodeRequest) -> tuple[DecodeRequest, QuotedModel]:
         asked = request_from_wire(request.request)
-        model = self._models.get(request.model_id, asked.client)
+        model = self._models.get(request.model_id, request.client)
         facts = model.facts
         drafts = () if facts is None else self._router.sources(facts, request.draft_policy)
         retention = _retention(request.retention)
         kv_key = ""
         if facts is not None and asked.kv_key:
-            claim = _claim(model.model_id, facts, asked.client, asked.kv_key, retention)
+            claim = _claim(model.model_id, facts, request.client, asked.kv_key, retention)
             kv_key = self._precache.kv_key(claim)
         asked = replace(
             asked,

@@ -12,11 +12,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from kakeya.core.errors import PeerProtocol
+from kakeya.core.errors import PeerProtocol, Refused
 from kakeya.core.units import MIB
 from kakeya.text.folder import Stamps, stamps, text_files
 
@@ -37,27 +38,29 @@ class TextFiles:
         self._digests: dict[str, tuple[Stamps, str]] = {}
 
     async def digest(self, model_path: str) -> str:
-        """The digest of a model folder's files; "" = it has none."""
-        return await asyncio.to_thread(self._digest, Path(model_path))
+        """The digest of a model folder's files; "" = it has none. Raises Refused for files that
+        cannot be read."""
+        with _refusing(model_path):
+            return await asyncio.to_thread(self._digest, model_path)
 
     async def parts(self, model_path: str) -> AsyncIterator[tuple[str, bytes]]:
-        """(name, data) of each part of each file, in order."""
-        folder = Path(model_path)
-        for path in await asyncio.to_thread(_present, folder):
-            name = path.relative_to(folder).as_posix()
-            data = await asyncio.to_thread(path.read_bytes)
+        """(name, data) of each part of each file, in order. Raises as `digest`."""
+        for name, path in (await asyncio.to_thread(_present, model_path)).items():
+            with _refusing(model_path):
+                data = await asyncio.to_thread(path.read_bytes)
             for start in range(0, max(1, len(data)), PART_BYTES):
                 yield name, data[start : start + PART_BYTES]
 
-    def find(self, digest: str) -> Path | None:
+    async def find(self, digest: str) -> Path | None:
         """The folder of a peer's model with these files; None = they are not here. Raises
         PeerProtocol for what is no digest."""
         if not _DIGEST.fullmatch(digest):
             raise PeerProtocol(f"{digest[:80]!r} is no digest of text files")
         path = self._folder / digest
-        if not path.is_dir():
+        try:
+            await asyncio.to_thread(os.utime, path)  # it is in use
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        os.utime(path)
         return path
 
     async def keep(self, digest: str, parts: AsyncIterator[tuple[str, bytes]]) -> Path:
@@ -87,8 +90,11 @@ class TextFiles:
                 path.parent.mkdir(exist_ok=True)
                 path.write_bytes(data)
             target = self._folder / digest
-            if not target.is_dir():  # another request may have brought it
+            try:
                 made.rename(target)
+            except OSError:
+                if not target.is_dir():  # else another request has brought it
+                    raise
             return target
         finally:
             shutil.rmtree(made, ignore_errors=True)
@@ -99,23 +105,31 @@ class TextFiles:
         for path in kept[: max(0, len(kept) - _MOST_FOLDERS)]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _digest(self, folder: Path) -> str:
-        seen = stamps(folder)
-        known = self._digests.get(str(folder))
+    def _digest(self, model_path: str) -> str:
+        seen = stamps(Path(model_path))
+        known = self._digests.get(model_path)
         if known is not None and known[0] == seen:
             return known[1]
-        found = _present(folder)
-        digest = ""
-        if found:
-            digest = _digest_of(
-                {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
-            )
-        self._digests[str(folder)] = (seen, digest)
+        found = _present(model_path)
+        files = {name: path.read_bytes() for name, path in found.items()}
+        digest = _digest_of(files) if files else ""
+        self._digests[model_path] = (seen, digest)
         return digest
 
 
-def _present(folder: Path) -> list[Path]:
-    return [path for path in text_files(folder) if path.is_file()]
+def _present(model_path: str) -> dict[str, Path]:
+    """The files by name; of a model without a path none."""
+    folder = Path(model_path)
+    found = text_files(folder) if model_path else []
+    return {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
+
+
+@contextmanager
+def _refusing(model_path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise Refused(f"the text of {model_path} cannot be read: {problem}") from problem
 
 
 def _digest_of(files: dict[str, bytes] | dict[str, bytearray]) -> str:

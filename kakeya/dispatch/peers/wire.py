@@ -34,7 +34,7 @@ def quote_from_wire(message: pb.QuoteResponse) -> Quote:
     """The quote in a message."""
     return Quote(
         is_ready=message.is_ready,
-        load_s=None if message.load_seconds < 0 else message.load_seconds,
+        load_s=message.load_seconds if message.load_seconds >= 0 else None,  # nor NaN
         prefill_tokens_per_s=max(0.0, message.prefill_tokens_per_second),
         tokens_per_s=max(0.0, message.tokens_per_second),
         batch_rows=max(1, message.batch_rows),

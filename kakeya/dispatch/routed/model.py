@@ -170,7 +170,7 @@ class RoutedModel:
             if peer.node_id == last:
                 try:
                     await self._peers.calls(peer).release(
-                        self._model_id, self._peers.abroad(kv_key)
+                        self._model_id, self._client, self._peers.abroad(kv_key)
                     )
                 except KakeyaError as failure:  # it is a matter of room, not of right and wrong
                     self._peers.failed(peer, failure)
@@ -192,4 +192,4 @@ class RoutedModel:
         peer = route.peer(node_id)
         policy = "auto" if rest.draft_sources else "off"
         asked = replace(rest, draft_sources=(), kv_key=self._peers.abroad(rest.kv_key))
-        return self._peers.calls(peer).decode(self._model_id, asked, policy)
+        return self._peers.calls(peer).decode(self._model_id, self._client, asked, policy)
