@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -12,10 +13,14 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Literal
 
+from kakeya.core.clock import Clock
+
 LogFormat = Literal["text", "json"]
 FILE_BYTES = 8 << 20
 OLD_FILES = 4
 """A log file is renamed to `*.1` at `FILE_BYTES`; so many old ones are kept."""
+WARN_S = 60.0
+"""Seconds between two warnings of work that goes on failing."""
 _FIELDS = "kakeya_fields"
 
 
@@ -92,3 +97,41 @@ def span(log: logging.Logger, name: str, **fields: object) -> Iterator[None]:
         _emit(log, logging.WARNING, f"{name} failed", timed)
         raise
     _emit(log, logging.INFO, f"{name} done", {"seconds": time.monotonic() - started, **fields})
+
+
+class FailureLog:
+    """Counts failures of work that is tried again, and warns of them at most once a minute.
+
+    `error` is the reason of the latest failure, "" after a success.
+    """
+
+    def __init__(
+        self, log: logging.Logger, message: str, clock: Clock, *, retry_in_s: float
+    ) -> None:
+        """A warning says `message` and when the next try is."""
+        self._log = log
+        self._message = message
+        self._clock = clock
+        self._retry_in_s = retry_in_s
+        self._warned_mono = -math.inf
+        self.count = 0
+        self.error = ""
+
+    def failed(self, error: str) -> None:
+        """Count a failure, and warn of it unless the last warning is younger than `WARN_S`."""
+        self.count += 1
+        self.error = error
+        if self._clock.mono() - self._warned_mono >= WARN_S:
+            self._warned_mono = self._clock.mono()
+            event(
+                self._log,
+                self._message,
+                level=logging.WARNING,
+                problem=error,
+                failures=self.count,
+                retry_in_s=self._retry_in_s,
+            )
+
+    def succeeded(self) -> None:
+        """Note that the latest try did not fail."""
+        self.error = ""

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import sqlite3
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +20,12 @@ from typing import TypeVar
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import StoreFailed
-from kakeya.core.log import event
+from kakeya.core.log import FailureLog, event
 from kakeya.dispatch.job import Job, JobError, JobState
 
 _log = logging.getLogger(__name__)
 FILE = "jobs.db"
 RETRY_S = 30.0
-WARN_S = 60.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS job
     (id TEXT PRIMARY KEY, facts TEXT NOT NULL, request BLOB NOT NULL, result BLOB)
@@ -138,7 +136,7 @@ class JobStore:
 
 
 class JobWriter:
-    """Writes changed jobs, off the event loop; `failures` counts writes that did not succeed."""
+    """Writes changed jobs, off the event loop."""
 
     def __init__(self, store: JobStore | None, clock: Clock) -> None:
         """`store` None = nothing is written."""
@@ -149,15 +147,14 @@ class JobWriter:
         self._changes: dict[str, Job | None] = {}
         self._has_changes = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._warned_mono = -math.inf
         self._lost = ""
-        self._error = ""
-        self.failures = 0
+        message = "jobs are not written; a restart would not know the latest changes"
+        self.failures = FailureLog(_log, message, clock, retry_in_s=RETRY_S)
 
     @property
     def problem(self) -> str:
         """What is wrong with the file, or was at the start; "" = nothing."""
-        return self._error or self._lost
+        return self.failures.error or self._lost
 
     async def load(self) -> list[Job]:
         """Read the kept jobs, the oldest first; none where the file cannot be used."""
@@ -166,7 +163,7 @@ class JobWriter:
         try:
             jobs, self._lost = await self._call(self._store.load)
         except StoreFailed as failed:
-            self._fail(failed)
+            self.failures.failed(failed.message)
             return []
         self._kept = {job.job_id: job for job in jobs}
         return jobs
@@ -192,12 +189,13 @@ class JobWriter:
             store, is_written = self._store, False
             try:
                 await self._call(lambda: store.write(changes))
-                is_written, self._error = True, ""
+                is_written = True
+                self.failures.succeeded()
             except StoreDamaged as damaged:
-                self._fail(damaged)
+                self.failures.failed(damaged.message)
                 changes = dict(self._kept)
             except StoreFailed as failed:
-                self._fail(failed)
+                self.failures.failed(failed.message)
             finally:
                 if not is_written:  # also when this is cancelled: to write twice does no harm
                     self._changes = changes | self._changes
@@ -220,19 +218,6 @@ class JobWriter:
 
     async def _call(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def _fail(self, failed: StoreFailed) -> None:
-        self.failures += 1
-        self._error = failed.message
-        if self._clock.mono() - self._warned_mono >= WARN_S:
-            self._warned_mono = self._clock.mono()
-            event(
-                _log,
-                "jobs are not written; a restart would not know the latest changes",
-                level=logging.WARNING,
-                problem=failed.message,
-                retry_in_s=RETRY_S,
-            )
 
 
 class _Damaged(Exception):

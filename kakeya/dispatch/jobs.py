@@ -222,7 +222,7 @@ class JobQueue:
         yield counter("kakeya_jobs_ended{end}", "Jobs by end", from_zero(ends, possible))
         size = sum(job.size_bytes for job in jobs)
         yield gauge("kakeya_jobs_bytes", "Requests and results of jobs", size, "bytes")
-        failures = self._writer.failures
+        failures = self._writer.failures.count
         yield counter("kakeya_jobs_store_failures", "Writes that failed", failures, "failures")
 
     @property

@@ -82,7 +82,7 @@ class Overview:
             plugins=self.memory.plugins,
             backends=self.relays.problems(),
             damaged=self.pages.adapters.manager.problems(),
-            state_error=self.keeper.error,
+            state_error=self.keeper.failures.error,
             jobs_problem=self.jobs.problem,
         )
 
@@ -102,4 +102,4 @@ class Overview:
         tasks += (*self.pages.health(), *self.precache.health())
         yield from figures.task_figures(tasks)
         yield from figures.loop_figures(self.watchdog.stalls, self.watchdog.worst_lag_s)
-        yield from figures.state_figures(self.keeper.failures)
+        yield from figures.state_figures(self.keeper.failures.count)

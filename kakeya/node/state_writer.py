@@ -1,31 +1,29 @@
 """Keep the node's state file up to date, off the event loop, also through a full disk.
 
 The running node needs only its memory; a failed write only costs a restart its latest state.
-Failures are counted, logged at most once a minute and retried.
+Failures are counted, logged once in a while and retried.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kakeya.core.clock import Clock
-from kakeya.core.log import event
+from kakeya.core.log import FailureLog
 from kakeya.core.tasks import sleep_or_wake
 
 _log = logging.getLogger(__name__)
 INTERVAL_S = 60.0
 """Seconds between two checks for changes; a crash loses no more than that."""
 RETRY_S = 30.0
-WARN_S = 60.0
 State = TypeVar("State")
 
 
 class StateWriter(Generic[State]):
-    """Saves `current()` when it differs from the saved state; `failures` counts, `error` tells.
+    """Saves `current()` when it differs from the saved state.
 
     `save` is called in a thread and raises OSError on failure; the old file then stays.
     """
@@ -43,9 +41,8 @@ class StateWriter(Generic[State]):
         self._saved = saved
         self._clock = clock
         self._wake = asyncio.Event()
-        self._warned_mono = -math.inf
-        self.failures = 0
-        self.error = ""
+        message = "state not saved; a restart would not know the latest changes"
+        self.failures = FailureLog(_log, message, clock, retry_in_s=RETRY_S)
 
     def poke(self) -> None:
         """Save soon: the change must survive a crash."""
@@ -66,21 +63,8 @@ class StateWriter(Generic[State]):
         try:
             await asyncio.to_thread(self._save, state)
         except OSError as problem:
-            self._fail(problem)
+            self.failures.failed(problem.strerror or str(problem))
             return False
-        self._saved, self.error = state, ""
+        self._saved = state
+        self.failures.succeeded()
         return True
-
-    def _fail(self, problem: OSError) -> None:
-        self.failures += 1
-        self.error = problem.strerror or str(problem)
-        if self._clock.mono() - self._warned_mono >= WARN_S:
-            self._warned_mono = self._clock.mono()
-            event(
-                _log,
-                "state not saved; a restart would not know the latest changes",
-                level=logging.WARNING,
-                problem=self.error,
-                failures=self.failures,
-                retry_in_s=RETRY_S,
-            )

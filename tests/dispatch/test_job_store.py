@@ -84,7 +84,7 @@ async def test_the_writer_goes_on_without_its_disk_and_writes_when_it_is_back(
     assert await writer.load() == []
     writer.put(ONE)
     assert not await writer.flush()
-    assert writer.failures == 2
+    assert writer.failures.count == 2
     assert "cannot be used" in writer.problem
     await asyncio.to_thread(folder.mkdir)
     writer.put(TWO)

@@ -7,7 +7,8 @@ import logging
 
 import pytest
 
-from kakeya.node.state_writer import INTERVAL_S, RETRY_S, WARN_S, StateWriter
+from kakeya.core.log import WARN_S
+from kakeya.node.state_writer import INTERVAL_S, RETRY_S, StateWriter
 from tests.fakes import FakeClock
 
 
@@ -72,13 +73,13 @@ async def test_a_full_disk_is_tried_again_and_told_once_a_minute(
         for _ in range(int(600 / RETRY_S)):
             assert not await rig.keeper.flush()
             rig.clock.advance(RETRY_S)
-    assert rig.keeper.failures == 600 / RETRY_S
+    assert rig.keeper.failures.count == 600 / RETRY_S
     assert len(caplog.records) == 600 / WARN_S
-    assert "No space left" in rig.keeper.error
+    assert "No space left" in rig.keeper.failures.error
     rig.disk.is_full = False
     assert await rig.keeper.flush()
     assert rig.disk.files == [0]
-    assert rig.keeper.error == ""
+    assert rig.keeper.failures.error == ""
 
 
 async def test_after_a_failure_the_next_try_comes_sooner() -> None:
