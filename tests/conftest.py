@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from benchmarks.models import REAL, REAL_EMBEDDER, REAL_GGUF
 from kakeya.backends.llama.find import find_server
+from kakeya.mlx.numerics.blas import preload_blas
 from tests import fork_server
 from tests.late import (  # noqa: F401  # pytest finds its hooks by their names here
     pytest_addoption,
@@ -27,6 +28,8 @@ from tests.late import (  # noqa: F401  # pytest finds its hooks by their names 
 )
 from tests.spread import pytest_xdist_make_scheduler  # noqa: F401
 
+if os.environ.get("KAKEYA_TEST_OPENBLAS") == "1":
+    preload_blas(1)  # before any test imports mlx, as in an engine
 IS_SOAK = os.environ.get("KAKEYA_ALL_CASES") == "1"
 # A busy machine is no fault of the code: no example has to be quick. Each commit tries the same
 # examples, so that a failure is the commit's own; scripts/soak draws others each time.

@@ -44,7 +44,7 @@ IMPORTS = (
     *("kakeya.mlx.model", "kakeya.node.agent", "kakeya.v1.engine_pb2_grpc"),
 )
 """What nodes and engines import, but for the modules that they run as their main."""
-FORKED = ("kakeya.node.", "tests.")
+FORKED = ("kakeya.cli.main", "kakeya.node.", "tests.")
 MEASURED = ("tests.backends.images.",)
 """Not forked: tests compare the memory of such a child with what it allocates."""
 HAS_CHILDREN = "kakeya.node.daemon"
