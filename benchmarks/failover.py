@@ -10,7 +10,11 @@ text, a sampled one, a forced call, a JSON Schema, two answers at once. At a tok
 the node that answers is lost; it is started again after the answer. A pause is the longest one
 between two pieces of an answer, beside the longest one of the undisturbed answer.
 
+With --clients so many ask all the time, some leave in the middle, and nodes are lost at any moment:
+no request may hang, end in the middle or give another answer.
+
 .venv/bin/python -m benchmarks.failover [--times 100] [--faults kill,engine,stop] [--limit-s 900]
+.venv/bin/python -m benchmarks.failover --clients 8 --limit-s 300
 """
 
 from __future__ import annotations
@@ -205,6 +209,7 @@ async def stream(
         httpx.AsyncClient(timeout=120) as client,
         client.stream("POST", f"http://{here.front.http}/v1/{path}", json=body) as answer,
     ):
+        answer.raise_for_status()
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -275,13 +280,83 @@ async def drill(times: int, faults: Sequence[str], limit_s: float) -> None:
     )
 
 
+async def crowd(clients: int, faults: Sequence[str], seconds: float) -> None:
+    """Let clients ask all the time while nodes are lost, one after the other; print what they got.
+    Some clients leave in the middle of an answer."""
+    rng, until = random.Random(SEED), time.monotonic() + seconds
+    outcomes: Counter[str] = Counter()
+    longest_s = 0.0
+
+    async def client(here: Shelf, known: Mapping[str, Streamed]) -> None:
+        nonlocal longest_s
+        while time.monotonic() < until:
+            name, form = rng.choice(list(forms().items()))
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(rng.uniform(0.05, 1.0) if rng.random() < 0.2 else 150):
+                    got, _ = await stream(here, form)
+            except TimeoutError:
+                outcomes["left" if time.monotonic() - began < 100 else "hung"] += 1
+                continue
+            except httpx.HTTPStatusError as refused:
+                outcomes[f"refused with {refused.response.status_code}"] += 1
+                await asyncio.sleep(1)
+                continue
+            longest_s = max(longest_s, time.monotonic() - began)
+            is_same = got.said == known[name].said
+            outcomes["error" if got.error else "same" if is_same else "other"] += 1
+            if got.error or not is_same:
+                print(f"{name}: {got.error or got.said}", flush=True)
+
+    async def lose(here: Shelf) -> int:
+        count = 0
+        while time.monotonic() < until - 20:
+            await asyncio.sleep(rng.uniform(0.5, 4))
+            name, fault = rng.choice(list(here.minis)), faults[count % len(faults)]
+            await here.lose(name, fault)
+            count += 1
+            await asyncio.sleep(rng.uniform(0, 12) if fault == "stop" else 1)
+            await here.mend(name, fault)
+        return count
+
+    with tempfile.TemporaryDirectory(prefix="kakeya-failover-") as folder:
+        async with shelf(Path(folder)) as here:
+            known = {name: (await stream(here, form))[0] for name, form in forms().items()}
+            lost = asyncio.create_task(lose(here))
+            await asyncio.gather(*(client(here, known) for _ in range(clients)))
+            count = await lost
+            await asyncio.sleep(2)
+            left = [
+                await here.get(node, "/api/v1/status")
+                for node in (here.front, *here.minis.values())
+            ]
+            busy = sum(one["running"] + one["waiting"] for told in left for one in told["clients"])
+            moved = left[0]["routes"]["moved"]
+    total = sum(outcomes.values())
+    print(f"{total} requests, {count} losses, {moved} answers moved: {dict(outcomes)}")
+    print(f"the longest answer took {longest_s:.1f} s; requests left behind: {busy}")
+    wrong = outcomes["other"] + outcomes["hung"] + outcomes["error"] + busy
+    emit(
+        "requests that hang, end in the middle or give another answer",
+        ours=wrong,
+        baseline=total,
+        ratio=wrong / max(1, total),
+        goal="none",
+        met=wrong == 0,
+    )
+
+
 def main() -> None:
     """Run the drill."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--limit-s", type=float, default=900.0)
+    parser.add_argument("--clients", type=int, default=0, help="ask all the time, for --limit-s")
     options = parser.parse_args()
+    if options.clients:
+        asyncio.run(crowd(options.clients, options.faults.split(","), options.limit_s))
+        return
     asyncio.run(drill(options.times, options.faults.split(","), options.limit_s))
 
 
