@@ -175,7 +175,9 @@ class RequestRoute:
                 max_rows=quote.batch_rows,
             ),
             work=QueuedWork(
-                prompt_tokens=load.waiting_tokens, rows=(0,) * (load.decoding + load.waiting)
+                prompt_tokens=load.waiting_tokens,
+                prompts=load.waiting,
+                rows=(0,) * load.decoding,
             ),
             link=NodeLink(round_trip_s=0.0 if peer is None else peer.rtt_s),
             warm_tokens=quote.cached_tokens,

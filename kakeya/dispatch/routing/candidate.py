@@ -59,13 +59,14 @@ class NodeSpeed:
 class QueuedWork:
     """What the model has to do on a node before and beside a new request.
 
-    `prompt_tokens` are still to be computed before its prompt: those of prompts that wait or are
-    computed, and go first. `rows` has for each answer that decodes, or will, how many tokens are
-    expected to follow; 0 = not known. `prompts_per_s` is how many prompts came to the node lately,
-    and `busy_share` how much of the time it computed, 0..1.
+    `prompt_tokens` are still to be computed before its prompt: those of the `prompts` that wait or
+    are computed, and go first. `rows` has for each answer that decodes how many tokens are expected
+    to follow; 0 = not known. `prompts_per_s` is how many prompts came to the node lately, and
+    `busy_share` the share of the time in which it computed one, 0..1.
     """
 
     prompt_tokens: int = 0
+    prompts: int = 0
     rows: tuple[int, ...] = ()
     prompts_per_s: float = 0.0
     busy_share: float = 0.0
@@ -89,9 +90,9 @@ class RouteCandidate:
 
     The model is ready in `load_s`, of a READY one 0. Of the prompt, `warm_tokens` leading tokens
     need not be computed there; they are there in `warm_s` (read from disk), and `is_warm_exact`
-    says whether the node answered that itself: else the filter of its card did. `room_tokens` is
-    for how many tokens of KV the node has room before it evicts others, None = not known. `unfit`
-    says why the node cannot serve the request at all; "" = it can.
+    says whether the node answered that itself: else the filter of its card did. `sharers` is how
+    many requests in flight there have most of the prompt in common with it. `unfit` says why the
+    node cannot serve the request at all; "" = it can.
     """
 
     node_id: str
@@ -104,6 +105,6 @@ class RouteCandidate:
     warm_tokens: int = 0
     warm_s: float = 0.0
     is_warm_exact: bool = False
-    room_tokens: int | None = None
+    sharers: int = 0
     age_s: float = 0.0
     unfit: str = ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kakeya.core.errors import PeerUnavailable
 from kakeya.core.figures import Json
 from kakeya.dispatch.routing.candidate import RouteCandidate, RoutedRequest
-from kakeya.dispatch.routing.estimate import RouteEstimate, estimate
+from kakeya.dispatch.routing.estimate import RouteEstimate, estimate_all
 from kakeya.generation.facts import ModelState
 
 TIE_S = 0.02
@@ -73,7 +73,7 @@ def choose(request: RoutedRequest, candidates: Sequence[RouteCandidate]) -> Rout
     if not fit:
         raise NoRoute(unfit)
     estimates = sorted(
-        (estimate(request, one) for one in fit.values()), key=lambda one: (one.score_s, one.node_id)
+        estimate_all(request, tuple(fit.values())), key=lambda one: (one.score_s, one.node_id)
     )
     deadline_s = float("inf") if request.deadline_s is None else request.deadline_s
     timely = [one for one in estimates if one.first_s <= deadline_s]
@@ -97,13 +97,20 @@ def choose(request: RoutedRequest, candidates: Sequence[RouteCandidate]) -> Rout
 def shortlist(
     request: RoutedRequest, candidates: Sequence[RouteCandidate], most: int = MOST_ASKED
 ) -> tuple[str, ...]:
-    """The nodes that are worth asking for exact figures, by the figures that are known; the own
-    node needs no question. () = the choice cannot depend on an answer."""
+    """The nodes that are worth asking for exact figures, by the figures that are known, the best
+    first; the own node needs no question. () = no answer can change the choice.
+
+    The node that served the conversation last is one of them: its card may not name it yet.
+    """
     fit = [one for one in candidates if not _unfit(one)]
     if len(fit) < 2:
         return ()
-    best = sorted((estimate(request, one).score_s, one.node_id, one.is_local) for one in fit)
-    return tuple(node_id for _, node_id, is_local in best[:most] if not is_local)
+    best = sorted(
+        estimate_all(request, fit),
+        key=lambda one: (one.node_id != request.last_node, one.score_s, one.node_id),
+    )
+    own = {one.node_id for one in fit if one.is_local}
+    return tuple(one.node_id for one in best if one.node_id not in own)[:most]
 
 
 def _unfit(node: RouteCandidate) -> str:

@@ -1,18 +1,32 @@
-"""The times that a request is expected to need on a node, term by term.
+"""The times that a request is expected to need on a node, term by term, in seconds.
 
-link      the prompt travels there, and the first token back
-load      the model is brought to memory
-wait      prompts that go first are computed
-place     all rows are taken; the first of them ends
-prefill   the part of the prompt that is not warm is computed, or comes from another node
-                                                                         -> the first token
-decode    the other tokens, in steps that all rows share                 -> the end
-imposed   what the request costs others: rows that decode meanwhile
+    link      the prompt travels there, and the first token back
+    load      the model is brought to memory
+    wait      prompts that go first are computed
+    place     all rows are taken; the first of them ends
+    prefill   what is not warm of the prompt is computed, or fetched from the node that has it
+                                                                             -> the first token
+    decode    the other tokens, in steps that all rows share                 -> the end
+
+A node could be best for each request by itself and bad for all, so what a request costs others, and
+what it leaves them, counts too:
+
+    rows      rows that decode there stand still for its prompt, and share their steps with it
+    later     prompts that come meanwhile wait for its prompt: with `u` seconds of prompts before it
+              and `x` of its own, those that come within them do so for u x + x^2 / 2 in all
+    places    it takes one of the places, the dearer the more of them are taken
+    copy      less: a prefix that conversations share, and that is warm elsewhere, serves them here
+              from now on; the more of them want it at once, the more it is worth
+
+`later` and `places` are what queueing theory asks for a request that is sent to one of many queues
+(Krishnan 1990; Hyytia, Penttinen, Aalto 2012): by how much the expected delay of all others grows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 from kakeya.core.figures import Json
 from kakeya.dispatch.routing.candidate import (
@@ -25,16 +39,24 @@ from kakeya.prefix.names.blocks import TOKEN_BYTES
 
 UNKNOWN_PREFILL = 200.0
 UNKNOWN_DECODE = 10.0
-"""Tokens per second of a node that measured none: slower than any that did, so that it is chosen
+"""Tokens per second of a node that measured none: slower than most that did, so that it is chosen
 where others are busy, and measures itself then."""
-END_SHARE = 0.25
-"""Weight of a second between the first token and the end, beside one before the first token."""
+DECODE_SHARE = 0.1
+"""Weight of a second between first token and end beside one before the first token."""
+LATER_SHARE = 0.4
+"""Of the delay of later prompts: others of them go to another node then."""
+COPY_SHARE = 0.3
+"""Of the time that a copied prefix took, which is made up for by those that find it there."""
+COPY_SHARE_EACH = 0.25
+"""More of it for each request in flight with the same prefix."""
+MOST_BUSY = 0.9
+TERMS = ("link", "load", "wait", "place", "prefill", "decode", "rows", "later", "places", "copy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteEstimate:
-    """The expected times of one node, in seconds. `warm_tokens` of the prompt are not computed,
-    and `fetched_tokens` of these come from another node."""
+    """The expected times of one node. Of the prompt, `warm_tokens` are there already and
+    `fetched_tokens` more come from another node; the others are computed."""
 
     node_id: str
     link_s: float
@@ -43,8 +65,11 @@ class RouteEstimate:
     place_s: float
     prefill_s: float
     decode_s: float
-    imposed_s: float
-    warm_tokens: int
+    rows_s: float = 0.0
+    later_s: float = 0.0
+    places_s: float = 0.0
+    copy_s: float = 0.0
+    warm_tokens: int = 0
     fetched_tokens: int = 0
 
     @property
@@ -60,58 +85,137 @@ class RouteEstimate:
     @property
     def score_s(self) -> float:
         """What nodes are compared by; the least is the best."""
-        return self.first_s + END_SHARE * self.decode_s + self.imposed_s
+        own = self.first_s + DECODE_SHARE * self.decode_s
+        return own + self.rows_s + self.later_s + self.places_s - self.copy_s
 
     def describe(self) -> Json:
         """For receipts and `kakeya explain`."""
-        terms = ("link", "load", "wait", "place", "prefill", "decode", "imposed")
         return {
             "node": self.node_id,
             "first_s": round(self.first_s, 3),
             "end_s": round(self.end_s, 3),
             "score_s": round(self.score_s, 3),
-            "terms_s": {term: round(getattr(self, f"{term}_s"), 3) for term in terms},
+            "terms_s": {term: round(getattr(self, f"{term}_s"), 3) for term in TERMS},
             "warm_tokens": self.warm_tokens,
             "fetched_tokens": self.fetched_tokens,
         }
 
 
-def estimate(request: RoutedRequest, node: RouteCandidate) -> RouteEstimate:
-    """Estimate the times of a request on one node."""
-    prefill_rate = node.speed.prefill_tokens_per_s or UNKNOWN_PREFILL
-    rows = [left or UNKNOWN_OUTPUT_TOKENS for left in node.work.rows]
-    slow = _slowdown(node.speed, prefill_rate, len(rows))
+def estimate_all(
+    request: RoutedRequest, nodes: Sequence[RouteCandidate]
+) -> tuple[RouteEstimate, ...]:
+    """Estimate the times of a request on each of the nodes, in their order."""
+    return tuple(_estimate(request, node, nodes) for node in nodes)
+
+
+def _estimate(
+    request: RoutedRequest, node: RouteCandidate, nodes: Sequence[RouteCandidate]
+) -> RouteEstimate:
+    speed, work = node.speed, node.work
+    prefill_rate = speed.prefill_tokens_per_s or UNKNOWN_PREFILL
+    rows = [left or UNKNOWN_OUTPUT_TOKENS for left in work.rows]
+    token_s = _slowdown(speed, prefill_rate, len(rows)) / prefill_rate
     warm = min(node.warm_tokens, max(0, request.prompt_tokens - 1))
-    prefill_s = node.warm_s + (request.prompt_tokens - warm) / prefill_rate * slow
-    step_s = _step_s(node.speed, min(len(rows) + 1, node.speed.max_rows))
+    fetched, fetch_s = _fetch(request, node, nodes, warm, token_s)
+    own_s = (request.prompt_tokens - warm - fetched) / prefill_rate
+    wait_s = work.prompt_tokens * token_s
+    decode_s = max(0, request.output_tokens - 1) * _step_s(speed, len(rows) + 1)
     return RouteEstimate(
         node_id=node.node_id,
         link_s=0.0 if node.is_local else node.link.seconds(TOKEN_BYTES * request.prompt_tokens),
         load_s=node.load_s,
-        wait_s=node.work.prompt_tokens / prefill_rate * slow,
-        place_s=_place_s(node.speed, rows),
-        prefill_s=prefill_s,
-        decode_s=max(0, request.output_tokens - 1) * step_s,
-        imposed_s=0.0,
+        wait_s=wait_s,
+        place_s=_place_s(speed, rows, work.prompts),
+        prefill_s=node.warm_s + fetch_s + own_s * token_s * prefill_rate,
+        decode_s=decode_s,
+        rows_s=DECODE_SHARE * _rows_s(request, speed, rows, own_s),
+        later_s=LATER_SHARE * _followers(node) * own_s * (wait_s + own_s / 2),
+        places_s=_places_s(node, decode_s),
+        copy_s=_copy_s(request, nodes, warm + fetched, own_s, prefill_rate),
         warm_tokens=warm,
+        fetched_tokens=fetched,
     )
 
 
 def _step_s(speed: NodeSpeed, rows: int) -> float:
     """Seconds of a decode step of so many rows."""
-    return (1 + speed.row_cost * max(0, rows - 1)) / (speed.decode_tokens_per_s or UNKNOWN_DECODE)
+    shared = max(0, min(rows, speed.max_rows) - 1)
+    return (1 + speed.row_cost * shared) / (speed.decode_tokens_per_s or UNKNOWN_DECODE)
 
 
 def _slowdown(speed: NodeSpeed, prefill_rate: float, rows: int) -> float:
     """How many times longer prompts take beside rows that decode."""
     if not rows or not speed.piece_tokens:
         return 1.0
-    return 1.0 + _step_s(speed, min(rows, speed.max_rows)) * prefill_rate / speed.piece_tokens
+    return 1.0 + _step_s(speed, rows) * prefill_rate / speed.piece_tokens
 
 
-def _place_s(speed: NodeSpeed, rows: list[int]) -> float:
-    """Seconds until fewer rows than the most are taken."""
-    before = len(rows) - speed.max_rows
-    if before < 0:
+def _place_s(speed: NodeSpeed, rows: list[int], prompts: int) -> float:
+    """Seconds until a place is free for one more, when each of the prompts has had one."""
+    free = speed.max_rows - len(rows)
+    if prompts < free:
         return 0.0
-    return sorted(rows)[before] * _step_s(speed, speed.max_rows)
+    in_order = sorted(rows)
+    ends = in_order[: speed.max_rows] + [0] * free
+    heapify(ends)
+    for left in (*in_order[speed.max_rows :], *[UNKNOWN_OUTPUT_TOKENS] * prompts):
+        heapreplace(ends, ends[0] + left)
+    return ends[0] * _step_s(speed, speed.max_rows)
+
+
+def _fetch(
+    request: RoutedRequest,
+    node: RouteCandidate,
+    nodes: Sequence[RouteCandidate],
+    warm: int,
+    token_s: float,
+) -> tuple[int, float]:
+    """How many tokens behind the warm ones come from another node sooner than they are computed,
+    and in how many seconds. Over a link without a measured rate none do."""
+    best = 0, 0.0
+    for holder in nodes if request.kv_bytes_per_token else ():
+        tokens = min(holder.warm_tokens, request.prompt_tokens - 1) - warm
+        links = [end.link for end in (holder, node) if not end.is_local]
+        if holder is node or tokens <= 0 or not all(link.bytes_per_s for link in links):
+            continue
+        size = tokens * request.kv_bytes_per_token
+        seconds = max((link.seconds(size) for link in links), default=0.0)
+        if tokens * token_s - seconds > best[0] * token_s - best[1]:
+            best = tokens, seconds
+    return best
+
+
+def _rows_s(request: RoutedRequest, speed: NodeSpeed, rows: list[int], own_s: float) -> float:
+    """Seconds by which all rows that decode end later."""
+    shared = sum(min(left, request.output_tokens) for left in rows)
+    slower_s = speed.row_cost / (speed.decode_tokens_per_s or UNKNOWN_DECODE)
+    return len(rows) * own_s + shared * slower_s
+
+
+def _followers(node: RouteCandidate) -> float:
+    """How many prompts follow within a second that the node stays busy for longer."""
+    return node.work.prompts_per_s / (1 - min(MOST_BUSY, node.work.busy_share))
+
+
+def _places_s(node: RouteCandidate, decode_s: float) -> float:
+    """Seconds by which later prompts wait longer for a place."""
+    taken = len(node.work.rows) + node.work.prompts + 1
+    share = min(1.5, taken / node.speed.max_rows)
+    wait_s = decode_s / node.speed.max_rows
+    return node.work.prompts_per_s * decode_s * wait_s * share**2
+
+
+def _copy_s(
+    request: RoutedRequest,
+    nodes: Sequence[RouteCandidate],
+    held: int,
+    own_s: float,
+    prefill_rate: float,
+) -> float:
+    """Seconds of the own prompt that make up for themselves."""
+    if request.last_node:  # what is missing here is the conversation's own
+        return 0.0
+    warmest = max(nodes, key=lambda one: (one.warm_tokens, one.sharers))
+    shared_s = max(0, min(warmest.warm_tokens, request.prompt_tokens - 1) - held) / prefill_rate
+    share = min(1.0, COPY_SHARE + COPY_SHARE_EACH * warmest.sharers)
+    return min(share * shared_s, own_s)

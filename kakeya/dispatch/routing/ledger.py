@@ -5,28 +5,38 @@ prompt waits there, the answer will be a row, and the blocks of the prompt will 
 request with the same prefix. Newer figures count it themselves, and the ledger adds nothing any
 more. So many requests at the same time do not all choose the node that was idle a moment ago, and
 what a node evicted or lost is promised no longer than until its next figures.
+
+How many prompts come to a node, and how busy they keep it, is measured here too: nodes tell it of
+all requests where they can, and this node knows it of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kakeya.dispatch.routing.candidate import RouteCandidate, RoutedRequest
+from kakeya.dispatch.routing.candidate import QueuedWork, RouteCandidate, RoutedRequest
 from kakeya.dispatch.routing.decision import RouteDecision
+from kakeya.dispatch.routing.estimate import UNKNOWN_PREFILL
 
 KEPT_S = 60.0
 """How long the blocks of an ended request are promised at most, without newer figures."""
+WINDOW_S = 60.0
+"""The time over which rates are measured."""
+_LEAST_SPAN_S = 10.0
+"""One request after a start is no rate yet."""
 
 
 @dataclass(slots=True)
 class _Routed:
-    """A request that was routed; `computes` tokens of its prompt. Moments are None = not yet."""
+    """A request that was routed; `computes` tokens of its prompt. It is at its node from
+    `there_mono` on. Moments are None = not yet."""
 
     node_id: str
     request: RoutedRequest
     computes: int
-    begun_mono: float
+    there_mono: float
     first_mono: float | None = None
     ended_mono: float | None = None
 
@@ -40,6 +50,9 @@ class RouteLedger:
 
     def __init__(self) -> None:
         self._routed: dict[str, _Routed] = {}
+        self._lately: deque[tuple[float, str, int]] = deque()
+        """When a prompt went to which node, and its tokens to compute."""
+        self._since_mono: float | None = None
 
     def __len__(self) -> int:
         """How many are kept."""
@@ -48,8 +61,11 @@ class RouteLedger:
     def begin(self, key: str, request: RoutedRequest, decision: RouteDecision, now: float) -> None:
         """Note that a request goes to the chosen node, before the next one is decided. Each try
         has a key of its own."""
-        computes = request.prompt_tokens - decision.chosen.warm_tokens
-        self._routed[key] = _Routed(decision.node_id, request, computes, now)
+        chosen = decision.chosen
+        computes = request.prompt_tokens - chosen.warm_tokens - chosen.fetched_tokens
+        self._routed[key] = _Routed(decision.node_id, request, computes, now + chosen.link_s)
+        self._lately.append((now, decision.node_id, computes))
+        self._since_mono = now if self._since_mono is None else self._since_mono
 
     def first_token(self, key: str, now: float) -> None:
         """Note that the prompt is computed."""
@@ -83,31 +99,50 @@ class RouteLedger:
         ]
         for key in done:
             del self._routed[key]
+        while self._lately and self._lately[0][0] < now - WINDOW_S:
+            self._lately.popleft()
 
     def _corrected(
         self, request: RoutedRequest, node: RouteCandidate, now: float
     ) -> RouteCandidate:
         made_mono = now - node.age_s
-        tokens, rows, warm = 0, list[int](), node.warm_tokens
-        for routed in self._of(node.node_id):
-            if not routed.is_known(made_mono):
-                warm = max(warm, common_tokens(request, routed.request))
-            if routed.begun_mono < made_mono or routed.ended_mono is not None:
+        tokens, prompts, rows, warm, sharers = 0, 0, list[int](), node.warm_tokens, 0
+        for routed in self._routed.values():
+            if routed.node_id != node.node_id:
                 continue
-            rows.append(routed.request.output_tokens)
+            common = common_tokens(request, routed.request)
+            if not routed.is_known(made_mono):
+                warm = max(warm, common)
+            if routed.ended_mono is not None:
+                continue
+            sharers += 2 * common > request.prompt_tokens
+            if routed.there_mono < made_mono:
+                continue
             if routed.first_mono is None:
                 tokens += routed.computes
-        if not rows and warm == node.warm_tokens:
-            return node
+                prompts += 1
+            else:
+                rows.append(routed.request.output_tokens)
         work = replace(
-            node.work,
+            self._rated(node, now),
             prompt_tokens=node.work.prompt_tokens + tokens,
+            prompts=node.work.prompts + prompts,
             rows=(*node.work.rows, *rows),
         )
-        return replace(node, work=work, warm_tokens=warm)
+        return replace(node, work=work, warm_tokens=warm, sharers=node.sharers + sharers)
 
-    def _of(self, node_id: str) -> Iterator[_Routed]:
-        return (routed for routed in self._routed.values() if routed.node_id == node_id)
+    def _rated(self, node: RouteCandidate, now: float) -> QueuedWork:
+        """The node's work with the rates of this node's requests, where it tells no higher ones."""
+        if self._since_mono is None:
+            return node.work
+        computes = [tokens for _, node_id, tokens in self._lately if node_id == node.node_id]
+        span_s = min(WINDOW_S, max(_LEAST_SPAN_S, now - self._since_mono))
+        busy_s = sum(computes) / (node.speed.prefill_tokens_per_s or UNKNOWN_PREFILL)
+        return replace(
+            node.work,
+            prompts_per_s=max(node.work.prompts_per_s, len(computes) / span_s),
+            busy_share=max(node.work.busy_share, min(1.0, busy_s / span_s)),
+        )
 
 
 def common_tokens(one: RoutedRequest, other: RoutedRequest) -> int:

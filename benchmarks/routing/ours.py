@@ -1,0 +1,136 @@
+"""The product's own decision, as nodes would use it: any node takes requests, each with a ledger of
+its own; figures of others come with gossip, exact ones from those that are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.routing.drive import LINK_S, Call
+from benchmarks.routing.shelf import EXPECTED_OUTPUT, Timeline, VirtualNode
+from benchmarks.routing.traces import BLOCK_TOKENS
+from kakeya.dispatch.routing.candidate import (
+    NodeLink,
+    QueuedWork,
+    RouteCandidate,
+    RoutedRequest,
+)
+from kakeya.dispatch.routing.decision import choose, shortlist
+from kakeya.dispatch.routing.ledger import RouteLedger
+
+GOSSIP_S = 30.0
+ASK_S = 0.002
+BYTES_PER_S = 1.1e9
+"""10 Gbit."""
+
+
+class Shelf:
+    """The product's decision. Clients call one address or four; `tells` = nodes tell their rates,
+    else a gateway knows those of its own requests. With `kv_bytes_per_token` nodes carry KV."""
+
+    def __init__(
+        self,
+        nodes: Sequence[VirtualNode],
+        time: Timeline,
+        *,
+        addresses: int,
+        tells: bool = False,
+        kv_bytes_per_token: int = 0,
+    ) -> None:
+        self._nodes = nodes
+        self._time = time
+        self._addresses = addresses
+        self._tells = tells
+        self._kv_bytes_per_token = kv_bytes_per_token
+        self._ledgers = [RouteLedger() for _ in nodes]
+        self._told: list[tuple[float, RouteCandidate, frozenset[bytes]]] = []
+        self._told_s = -GOSSIP_S
+        self._last: dict[int, str] = {}
+
+    def route(self, call: Call) -> tuple[int, float]:
+        """Decide as the call's gateway."""
+        if self._addresses == 1:
+            call.gateway = 0
+        now = self._time.now
+        self._gossip(now)
+        request = RoutedRequest(
+            prompt_tokens=call.prompt_tokens,
+            output_tokens=EXPECTED_OUTPUT,
+            conversation=str(call.session),
+            last_node=self._last.get(call.session, ""),
+            blocks=tuple(call.blocks),
+            block_tokens=BLOCK_TOKENS,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+        )
+        ledger = self._ledgers[call.gateway]
+        known = [self._known(request, at, call.gateway, now) for at in range(len(self._nodes))]
+        asked = shortlist(request, ledger.corrected(request, known, now))
+        exact = [
+            self._exact(request, at, call.gateway) if one.is_local or one.node_id in asked else one
+            for at, one in enumerate(known)
+        ]
+        decision = choose(request, ledger.corrected(request, exact, now))
+        key = str(id(call))
+        ledger.begin(key, request, decision, now)
+        self._last[call.session] = decision.node_id
+        chosen = decision.chosen
+        call.fetched_tokens = chosen.fetched_tokens and chosen.warm_tokens + chosen.fetched_tokens
+        call.expected_warm = chosen.warm_tokens + chosen.fetched_tokens
+        at = next(at for at, node in enumerate(self._nodes) if node.name == decision.node_id)
+        delay_s = (ASK_S if asked else 0.0) + (0.0 if at == call.gateway else LINK_S)
+        return at, delay_s + self._carried_s(chosen.fetched_tokens)
+
+    def _carried_s(self, tokens: int) -> float:
+        return tokens * self._kv_bytes_per_token / BYTES_PER_S
+
+    def first(self, call: Call) -> None:
+        """The first token."""
+        self._ledgers[call.gateway].first_token(str(id(call)), self._time.now)
+
+    def ended(self, call: Call) -> None:
+        """The end."""
+        self._ledgers[call.gateway].end(str(id(call)), self._time.now)
+
+    def _gossip(self, now: float) -> None:
+        if now - self._told_s < GOSSIP_S:
+            return
+        self._told_s = now - now % GOSSIP_S
+        self._told = [
+            (self._told_s, self._figures(at, 0), frozenset(node.kv))
+            for at, node in enumerate(self._nodes)
+        ]
+
+    def _figures(self, at: int, warm_tokens: int) -> RouteCandidate:
+        node = self._nodes[at]
+        prompts_per_s, busy_share = node.lately() if self._tells else (0.0, 0.0)
+        return RouteCandidate(
+            node_id=node.name,
+            speed=node.speed,
+            work=QueuedWork(
+                prompt_tokens=node.queued_tokens,
+                prompts=len(node.prefilling) + len(node.waiting),
+                rows=tuple(max(16, EXPECTED_OUTPUT - job.emitted) for job in node.rows),
+                prompts_per_s=prompts_per_s,
+                busy_share=busy_share,
+            ),
+            link=NodeLink(round_trip_s=2 * LINK_S, bytes_per_s=BYTES_PER_S),
+            warm_tokens=warm_tokens,
+        )
+
+    def _known(self, request: RoutedRequest, at: int, gateway: int, now: float) -> RouteCandidate:
+        told_s, figures, blocks = self._told[at]
+        warm = 0
+        while warm < len(request.blocks) and request.blocks[warm] in blocks:
+            warm += 1
+        return replace(
+            figures,
+            is_local=at == gateway,
+            warm_tokens=warm * BLOCK_TOKENS,
+            age_s=now - told_s,
+        )
+
+    def _exact(self, request: RoutedRequest, at: int, gateway: int) -> RouteCandidate:
+        warm = self._nodes[at].promised_blocks(request.blocks) * BLOCK_TOKENS
+        figures = self._figures(at, min(warm, request.prompt_tokens - 1))
+        return replace(figures, is_local=at == gateway, is_warm_exact=True, age_s=0.0)
