@@ -47,17 +47,13 @@ class KvLender:
 
     def most_bytes(self) -> int:
         """The most bytes of KV that the ledger can ever lend."""
-        return most_kv_bytes(
-            self._arbiter.status(),
-            self._key,
-            self._lease.bytes,
-            self._lease.kv_bytes,
-            share=self._share,
-        )
+        return self._most_bytes(self._arbiter.status())
 
     def free_bytes(self) -> int:
         """Bytes that the ledger would lend now, without models leaving for it."""
-        return max(0, min(without_copy(self._arbiter.status().spare_bytes), self._growth_bytes()))
+        ledger = self._arbiter.status()
+        growth_bytes = self._most_bytes(ledger) - self._lease.kv_bytes
+        return max(0, min(without_copy(ledger.spare_bytes), growth_bytes))
 
     async def lend(self, want: KvWant) -> None:
         """Answer an engine that asks for a larger KV bound."""
@@ -105,6 +101,10 @@ class KvLender:
 
     def _growth_bytes(self) -> int:
         return self.most_bytes() - self._lease.kv_bytes
+
+    def _most_bytes(self, ledger: Snapshot) -> int:
+        lease = self._lease
+        return most_kv_bytes(ledger, self._key, lease.bytes, lease.kv_bytes, share=self._share)
 
 
 def most_kv_bytes(

@@ -112,19 +112,23 @@ class Prefilling:
         is_first_token_due = self._held_back < _HELD_BACK_ROUNDS and any(
             not one.has_first_token and not one.is_prefilling for one in running
         )
-        # Also where the next chunk goes by age, to a less urgent one.
-        urgent = min(one.priority for one in self.rows)
-        are_below = all(one.is_prefilling or one.priority > urgent for one in running)
         is_due = is_chunk_due(
             self._chunks_in_round,
             self.round_s,
             self._queue.chunk_s(row),
-            # Prompts get half of the time at least, however long a step is.
-            round_s=max(ROUND_S, self._pace.round_s) * (_ROUNDS_ABOVE if are_below else 1),
+            round_s=self._most_round_s(running),
             is_first_token_due=is_first_token_due,
         )
         self._held_back = 0 if is_due or self._chunks_in_round else self._held_back + 1
         return row if is_due else None
+
+    def _most_round_s(self, running: Collection[QueueRow]) -> float:
+        """Seconds for chunks between two rounds, also for one that goes by age: half of the time at
+        least, however long a step is, and more where only less urgent rows than a prompt decode."""
+        urgent = min(one.priority for one in self.rows)
+        if all(one.is_prefilling or one.priority > urgent for one in running):
+            return _ROUNDS_ABOVE * max(ROUND_S, self._pace.round_s)
+        return max(ROUND_S, self._pace.step_s)
 
     def compute(self, row: QueueRow) -> list[QueueRow]:
         """Compute a part of the forward that a row takes part in, or of its next one.

@@ -294,7 +294,6 @@ class Scheduler:
             pass
         if not self._turns:
             self._launch([row for row in self._running if row.launch is not None])
-            self._prefilling.end_round()
 
     def _only_waits(self, row: QueueRow) -> bool:
         """The turn of one row; whether it only waits for its plain step to be launched."""
@@ -399,6 +398,7 @@ class Scheduler:
                 row.launch = None
                 self._advance(row)
         self._forwards.observe(len(rows))
+        self._prefilling.end_round()
         if len(rows) > 1 and self._chores.is_urgent:
             self._forwards.worked_apart()
             self._do_chore()

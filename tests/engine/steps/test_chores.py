@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from kakeya.engine.queue.policy import ROUND_S
 from kakeya.engine.steps.chores import LEAST_IDLE_S, Chores
-from tests.engine.virtual_rig import HashModel, VirtualRig
+from tests.engine.virtual_rig import CHUNK_S, STEP_S, HashModel, VirtualRig
 
 IDLE_S = 1.0
 
@@ -80,6 +81,26 @@ def test_sequences_that_could_share_forwards_do_so_once_they_are_checked_between
     rig.run()
     assert all(len(job.tokens) == 20 for job in jobs)
     assert rig.scheduler.load().batch_rows == 3
+
+
+def test_checks_between_rounds_let_no_prompt_compute_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they take is no time of a step, by which prompts before a batch's steps go."""
+    checks: list[None] = []
+
+    def chores(model: HashModel) -> Iterator[float]:
+        for _ in range(6):
+            yield 0.0
+            checks.append(model.work(1.0))
+
+    monkeypatch.setattr(HashModel, "chores", chores, raising=False)
+    rig = VirtualRig()
+    batch = [rig.submit(token_ids=[number], max_tokens=60, priority=4) for number in (1, 2)]
+    rig.submit(6.05, token_ids=[at % 100 for at in range(3000)], max_tokens=2, priority=2)
+    rig.run()
+    others_s = sorted(batch[0].gaps_s)[: 1 - len(checks)]  # the first two lie in one gap
+    assert max(others_s) <= 4 * ROUND_S + CHUNK_S + STEP_S
 
 
 def test_an_idle_engine_measures_and_goes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
