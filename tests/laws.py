@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine
 
 _PART = 12
 _TRIES_ALL = os.environ.get("KAKEYA_ALL_CASES") == "1"
@@ -20,10 +21,25 @@ def law(cases: int, part: int = _PART) -> Callable[[Any], Any]:
     """
 
     def mark(test: Any) -> Any:
-        tried = cases if _TRIES_ALL else cases // part
-        return pytest.mark.law(settings(max_examples=tried, deadline=None)(test))
+        return pytest.mark.law(settings(max_examples=_tried(cases, part), deadline=None)(test))
 
     return mark
+
+
+def laws_of(machine: type[RuleBasedStateMachine], cases: int, part: int, steps: int = 40) -> Any:
+    """The test of a state machine: so many random runs of so many steps.
+
+    One in `part` of them is tried before each commit.
+    """
+    test = machine.TestCase
+    test.settings = settings(
+        max_examples=_tried(cases, part), stateful_step_count=steps, deadline=None
+    )
+    return pytest.mark.law(test)
+
+
+def _tried(cases: int, part: int) -> int:
+    return cases if _TRIES_ALL else cases // part
 
 
 def seeds(count: int, *, first: int) -> list[Any]:

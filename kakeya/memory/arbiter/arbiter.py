@@ -4,13 +4,14 @@ It never awaits, logs or touches a model. The keeper reports events, performs ou
 again at `next_wake_mono`. A lease is written down in the decision that grants it, a reservation in
 the decision that plans a load, so nothing can come between.
 
-After each event the queue is walked (see `queue`); then the reclaimer evicts residents that idle
-for too long, and relieves pressure.
+After each event the queue is walked (see `queue`), unless nothing can follow from it (see
+`lasting`); then the reclaimer evicts residents that idle for too long, and relieves pressure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from functools import partial
 from kakeya.core import errors
 from kakeya.memory.arbiter import queue
 from kakeya.memory.arbiter.drain_gate import DrainGate
+from kakeya.memory.arbiter.lasting import LastingDecision
 from kakeya.memory.arbiter.ledger import Ledger
 from kakeya.memory.arbiter.plan import ArbiterOutcome, Ask, Grant, Plan, Reason, Refusal, Snapshot
 from kakeya.memory.arbiter.planning import DraftOutcome, Planner
@@ -26,12 +28,15 @@ from kakeya.memory.arbiter.policy import (
     Rules,
     ShrinkTenant,
     Tenant,
+    decay_mono,
     turn_end_mono,
 )
 from kakeya.memory.arbiter.reclaim import Reclaimer
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, Resident, ResidentKey, State
 from kakeya.memory.arbiter.tickets import Tickets
 from kakeya.memory.arbiter.wishes import grant_wishes
+
+_NOTHING = ArbiterOutcome()
 
 
 class Arbiter:
@@ -43,10 +48,11 @@ class Arbiter:
         self._planner = Planner(self._ledger)
         self._reclaimer = Reclaimer(self._ledger, self._planner, self._rules)
         self._tickets = Tickets()
-        self._drain_gate = DrainGate(self._rules)
+        self._drain_gate = DrainGate(self._rules, self._ledger)
         self._holders: dict[LeaseId, ResidentKey] = {}
         self._measured: dict[ResidentKey, int] = {}
         self._is_stopping = False
+        self._last = LastingDecision()
 
     # Requests.
 
@@ -54,14 +60,18 @@ class Arbiter:
         """Put a request at the end of the queue. The number that is returned is granted or
         refused exactly once, in this outcome or a later one."""
         lease = LeaseId(self._planner.number())
-        self._tickets.enter(queue.LoadTicket(lease, self._learnt(ask), now, now))
-        return lease, self.settle(now)
+        ticket = queue.LoadTicket(lease, self._learnt(ask), now, now)
+        self._tickets.enter(ticket)
+        return lease, _NOTHING if self._is_behind(ticket, now) else self.settle(now)
 
     def withdraw(self, lease: LeaseId, now: float) -> ArbiterOutcome:
         """Cancel a request: take it out of the queue, or release the lease it was just granted."""
-        if not self._tickets.withdraw(lease, now, self._rules) and lease in self._holders:
-            return self.release(lease, now)
-        return self.settle(now)
+        ticket = self._tickets.get(lease)
+        if ticket is None:
+            return self.release(lease, now) if lease in self._holders else self.settle(now)
+        is_behind = self._is_behind(ticket, now)
+        self._tickets.withdraw(ticket, now, self._rules)
+        return _NOTHING if is_behind else self.settle(now)
 
     def decline(self, ask: Ask, now: float) -> tuple[errors.DeadlineExceeded, ArbiterOutcome]:
         """Make the error for a request without time for a load, which begins for its next try."""
@@ -75,7 +85,7 @@ class Arbiter:
         `lease` is not held."""
         resident = self._ledger.get(self._holder(lease))
         another = LeaseId(self._planner.number())
-        self._ledger.put(resident.leased(another, resident.leases[lease], now))
+        self._ledger.put(resident.leased({another: resident.leases[lease]}, now))
         self._holders[another] = resident.key
         return another
 
@@ -153,7 +163,7 @@ class Arbiter:
         if resident is None or resident.state is not State.READY or self._is_stopping:
             return None
         lease = LeaseId(self._planner.number())
-        self._ledger.put(resident.leased(lease, priority, now))
+        self._ledger.put(resident.leased({lease: priority}, now))
         self._holders[lease] = key
         return lease
 
@@ -167,7 +177,7 @@ class Arbiter:
         lease, outcome = self.ask(ask, now)
         ticket = self._tickets.get(lease)
         if ticket is not None and not ticket.is_stuck:
-            ticket.go_first()
+            self._tickets.go_first(lease)
             outcome = self.settle(now)
         is_refused = any(one.lease == lease for one in outcome.refusals)
         return not is_refused and (ticket is None or not ticket.is_stuck)
@@ -274,11 +284,12 @@ class Arbiter:
         resident = replace(resident.moved(State.READY), loaded_mono=now, last_used_mono=now)
         self._ledger.put(resident)
         is_refused = self._reclaimer.level is PressureLevel.CRITICAL and resident.role.yields
-        for ticket in self._tickets.of(key):
-            if is_refused:
+        waiting = self._tickets.of(key)
+        if is_refused:
+            for ticket in waiting:
                 self._refuse(ticket, queue.critical(ticket.ask, self._rules), answer)
-            elif now < ticket.ask.deadline_mono:
-                self._lend(ticket, answer, now)
+        elif timely := [one for one in waiting if now < one.ask.deadline_mono]:
+            self._lend(timely, answer, now)
         return self._settle(answer, now)
 
     def load_failed(
@@ -310,16 +321,10 @@ class Arbiter:
     def place_of(self, key: ResidentKey, now: float) -> int | None:
         """The place of a model in the line for memory, from 1; None = no request waits for it, or
         it loads. Models are counted and not requests: a load serves all that wait for it."""
-        line = dict.fromkeys(
-            one.ask.key
-            for one in self._tickets.in_order(now, self._rules)
-            if one.kept_until_mono is None and not self._is_loading(one.ask.key)
-        )
-        return list(line).index(key) + 1 if key in line else None
-
-    def _is_loading(self, key: ResidentKey) -> bool:
-        resident = self._ledger.find(key)
-        return resident is not None and resident.state is State.LOADING
+        loading = {one.key for one in self._ledger.residents if one.state is State.LOADING}
+        keys = self._tickets.keys_in_order(now, self._rules)
+        line = [one for one in keys if one not in loading]
+        return line.index(key) + 1 if key in line else None
 
     @property
     def is_short(self) -> bool:
@@ -328,22 +333,8 @@ class Arbiter:
 
     def snapshot(self) -> Snapshot:
         """The whole ledger at this moment."""
-        ledger = self._ledger
-        return Snapshot(
-            budget_bytes=ledger.budget_bytes,
-            committed_bytes=ledger.committed_bytes,
-            free_bytes=ledger.free_bytes,
-            spare_bytes=ledger.spare_bytes,
-            promised_bytes=ledger.promised_bytes,
-            available_bytes=ledger.available_bytes,
-            level=self._reclaimer.level,
-            residents=ledger.residents,
-            tenants=ledger.tenants,
-            foreign=ledger.foreign,
-            unfilled_bytes=ledger.unfilled_bytes,
-            waiting=tuple(ticket.ask.key for ticket in self._tickets.values()),
-            kept=self._tickets.kept,
-        )
+        tickets = self._tickets
+        return self._ledger.snapshot(self._reclaimer.level, tickets.wanted, tickets.kept)
 
     def check_integrity(self) -> None:
         """Check what holds of the ledger between any two events. Raises InvariantBroken."""
@@ -351,11 +342,19 @@ class Arbiter:
 
     def next_wake_mono(self, now: float) -> float | None:
         """The next time at which a decision changes without an event; None = none."""
+        is_known = self._last.lasts(self._ledger, now)
+        wake_mono = self._last.wake_mono if is_known else self._wake_mono(now)
+        wake_mono = min(wake_mono, self._tickets.next_deadline_mono(now))
+        return None if wake_mono == math.inf else wake_mono
+
+    def _wake_mono(self, now: float) -> float:
+        """The next wake, but for deadlines; infinite = none."""
         due = [*self._tickets.due(now, self._rules), *self._drain_gate.due()]
         due += self._reclaimer.due()
         if self._tickets:
-            due += [turn_end_mono(one, self._rules) for one in self._ledger.residents]
-        return min((at for at in due if at > now), default=None)
+            for one in self._ledger.residents:
+                due += (turn_end_mono(one, self._rules), decay_mono(one, now))
+        return min((at for at in due if at > now), default=math.inf)
 
     # Decisions.
 
@@ -364,35 +363,37 @@ class Arbiter:
         return self._settle(DraftOutcome(), now)
 
     def _settle(self, answer: DraftOutcome, now: float) -> ArbiterOutcome:
+        changes, opened = self._ledger.changes, self._drain_gate.to_open(now)
         self._planner.fit(partial(self._tickets.urgency, now=now, rules=self._rules))
-        self._walk(answer, now)
+        self._walk(answer, opened, now)
         grant_wishes(self._tickets, self._planner, answer, self._view(now))
         self._reclaimer.take(answer, now)
-        return answer.done()
+        outcome = answer.done()
+        self._last = LastingDecision()
+        if outcome == _NOTHING and self._ledger.changes == changes and not opened:
+            self._last = LastingDecision(changes, self._wake_mono(now))
+        return outcome
 
-    def _walk(self, answer: DraftOutcome, now: float) -> None:
-        opened = self._drain_gate.to_open(now)
+    def _is_behind(self, ticket: queue.LoadTicket, now: float) -> bool:
+        """Whether nothing follows from a request that comes or goes now."""
+        return self._last.lasts(self._ledger, now) and self._tickets.is_behind(ticket, now)
+
+    def _walk(self, answer: DraftOutcome, opened: frozenset[ResidentKey], now: float) -> None:
         ahead = queue.EarlierClaims(opened)
         self._tickets.lapse(now)
-        for ticket in self._tickets.in_order(now, self._rules):
+        for ticket in self._tickets.walk(now, self._rules, ahead.keys):
             if ticket.kept_until_mono is None:
                 self._serve(ticket, ahead, answer, now)
             elif (kept := queue.keep(ticket, ahead, self._view(now))) is not None:
                 ahead.add(ticket.ask, kept)
         self._drain_gate.walked(ahead.claims, opened, now)
-        for one in self._ledger.residents:
-            is_claimed = one.key in ahead.claims
-            if one.state is State.READY and is_claimed:
-                self._ledger.put(one.moved(State.DRAINING))
-            elif one.state is State.DRAINING and not one.is_leaving and not is_claimed:
-                self._ledger.put(one.moved(State.READY))
 
     def _serve(
         self, ticket: queue.LoadTicket, ahead: queue.EarlierClaims, answer: DraftOutcome, now: float
     ) -> None:
         match verdict := queue.decide(ticket, ahead, self._view(now)):
             case queue.Lend():
-                self._lend(ticket, answer, now)
+                self._lend((ticket,), answer, now)
             case queue.LoadNow():
                 answer.plans.append(self._planner.load(ticket.ask, verdict, now))
             case queue.Refuse(error, keeps):
@@ -411,18 +412,21 @@ class Arbiter:
             self._ledger, self._reclaimer.level, self._rules, now, self._is_stopping
         )
 
-    def _lend(self, ticket: queue.LoadTicket, answer: DraftOutcome, now: float) -> None:
-        key = ticket.ask.key
-        resident = self._ledger.get(key).leased(ticket.lease, ticket.ask.priority, now)
-        self._ledger.put(replace(resident, warmth=ticket.ask.warmth))
-        self._holders[ticket.lease] = key
-        del self._tickets[ticket.lease]
-        answer.grants.append(Grant(ticket.lease, key))
+    def _lend(self, tickets: Sequence[queue.LoadTicket], answer: DraftOutcome, now: float) -> None:
+        """Lease a resident to requests that wait for it."""
+        ask = tickets[-1].ask
+        leases = {one.lease: one.ask.priority for one in tickets}
+        resident = self._ledger.get(ask.key).leased(leases, now)
+        self._ledger.put(replace(resident, warmth=ask.warmth))
+        for lease in leases:
+            self._holders[lease] = ask.key
+            self._tickets.remove(lease)
+            answer.grants.append(Grant(lease, ask.key))
 
     def _refuse(
         self, ticket: queue.LoadTicket, error: errors.KakeyaError, answer: DraftOutcome
     ) -> None:
-        del self._tickets[ticket.lease]
+        self._tickets.remove(ticket.lease)
         answer.refusals.append(Refusal(ticket.lease, error, ticket.ask.key))
 
     def _room_made(self, resident: Resident, now: float) -> ArbiterOutcome:
@@ -435,7 +439,7 @@ class Arbiter:
         except errors.NotFound as gone:
             self._refuse(ticket, gone, answer)
         else:
-            del self._tickets[ticket.lease]
+            self._tickets.remove(ticket.lease)
             answer.grants.append(Grant(ticket.lease, key))
         return self._settle(answer, now)
 
@@ -448,7 +452,8 @@ class Arbiter:
         )
 
     def _learnt(self, ask: Ask) -> Ask:
-        return replace(ask, estimate_bytes=self._measured.get(ask.key, ask.estimate_bytes))
+        size = self._measured.get(ask.key, ask.estimate_bytes)
+        return ask if size == ask.estimate_bytes else replace(ask, estimate_bytes=size)
 
     def _holder(self, lease: LeaseId) -> ResidentKey:
         key = self._holders.get(lease)

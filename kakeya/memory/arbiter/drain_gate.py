@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from kakeya.memory.arbiter.ledger import Ledger
 from kakeya.memory.arbiter.policy import Rules
-from kakeya.memory.arbiter.resident import ResidentKey
+from kakeya.memory.arbiter.resident import ResidentKey, State
 
 
 @dataclass(slots=True)
@@ -29,10 +30,11 @@ class _Closed:
 
 
 class DrainGate:
-    """The closed residents of one arbiter."""
+    """The closed residents of one ledger."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, ledger: Ledger) -> None:
         self._rules = rules
+        self._ledger = ledger
         self._closed: dict[ResidentKey, _Closed] = {}
 
     @property
@@ -47,12 +49,18 @@ class DrainGate:
     def walked(
         self, claims: Collection[ResidentKey], opened: Collection[ResidentKey], now: float
     ) -> None:
-        """Note a walk over the queue: waiting requests claim `claims`, and `opened` took new
-        leases."""
+        """Note a walk over the queue: waiting requests claim `claims`, which drain from now on,
+        and `opened` took new leases."""
         still = {key: self._closed.get(key, _Closed(now, self._rules.shut_s)) for key in claims}
         # The requests that waited for it are let in; the next time it stays closed for longer.
         again = {key: _Closed(now, 2 * self._closed[key].limit_s) for key in opened}
         self._closed = still | again
+        for one in self._ledger.residents:
+            is_claimed = one.key in claims
+            if one.state is State.READY and is_claimed:
+                self._ledger.put(one.moved(State.DRAINING))
+            elif one.state is State.DRAINING and not one.is_leaving and not is_claimed:
+                self._ledger.put(one.moved(State.READY))
 
     def due(self) -> Iterator[float]:
         """The monotonic times at which residents open."""

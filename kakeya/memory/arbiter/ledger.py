@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kakeya.core import errors
-from kakeya.memory.arbiter.policy import ShrinkTenant, Tenant
+from kakeya.memory.arbiter.plan import Snapshot
+from kakeya.memory.arbiter.policy import PressureLevel, ShrinkTenant, Tenant
 from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
 
 
@@ -47,6 +48,8 @@ class Ledger:
     offers count as nothing; else it would be asked again and again."""
     _growing: dict[str, int] = field(default_factory=dict)
     """Bytes reserved for tenants that grow, less the growth since."""
+    changes: int = 0
+    """Counts what was written down, but for the budget."""
 
     def __contains__(self, key: ResidentKey) -> bool:
         return key in self._residents
@@ -79,6 +82,7 @@ class Ledger:
 
     def put(self, resident: Resident) -> None:
         """Write down a resident's next state; an absent one is forgotten."""
+        self.changes += 1
         if resident.state is State.READY and resident.measured_bytes is None:
             self._unloaded_less(self._taken_of(resident.key))
         if resident.state is State.ABSENT:
@@ -111,6 +115,9 @@ class Ledger:
     def report(self, tenant: Tenant) -> None:
         """Write down the bytes that a tenant reports."""
         name, before = tenant.name, self._tenants.get(tenant.name)
+        if tenant == before:
+            return
+        self.changes += 1
         self._tenants[name] = tenant
         if before is None:
             return
@@ -133,26 +140,31 @@ class Ledger:
 
     def grown(self, name: str) -> None:
         """End a tenant's reservation."""
+        self.changes += 1
         self._growing.pop(name, None)
 
     def forget(self, name: str) -> None:
         """Remove a tenant and all notes of it."""
+        self.changes += 1
         self._tenants.pop(name, None)
         for notes in (self._promised, self._given, self._stubborn, self._growing):
             notes.pop(name, None)
 
     def _reserve(self, name: str, size: int) -> None:
+        self.changes += 1
         self._growing[name] = self._growing.get(name, 0) + size
         if not self._growing[name]:
             del self._growing[name]
 
     def promise(self, shrinks: Iterable[ShrinkTenant]) -> None:
         """Count the bytes of these shrinks as free."""
+        self.changes += 1
         for shrink in shrinks:
             self._promised[shrink.name] = self._promised.get(shrink.name, 0) + shrink.bytes
 
     def shrunk(self, shrink: ShrinkTenant, tenant: Tenant) -> None:
         """End a promise with the tenant's report after it."""
+        self.changes += 1
         before = self._tenants[shrink.name]
         dropped = max(0, before.held_bytes - tenant.held_bytes)
         dropped += max(0, before.lent_bytes - tenant.lent_bytes)
@@ -169,6 +181,7 @@ class Ledger:
         """Write down the machine's available bytes, and how many of them make no pressure; None
         = not known. A partial reading raises no figure: the last one counts, with the loads and
         evictions since."""
+        self.changes += 1
         if is_partial and self.available_bytes is not None:
             told = self.available_bytes if available_bytes is None else available_bytes
             available_bytes = min(self.available_bytes, told)
@@ -185,9 +198,34 @@ class Ledger:
                 f"{holder!r} holds {size} bytes, {unfilled_bytes} of them not used yet; 0 or more, "
                 "and no more than all, is due"
             )
+        self.changes += 1
         self._foreign[holder], self._foreign_unfilled[holder] = size, unfilled_bytes
         if not size:
             del self._foreign[holder], self._foreign_unfilled[holder]
+
+    def snapshot(
+        self,
+        level: PressureLevel,
+        waiting: tuple[ResidentKey, ...],
+        kept: tuple[ResidentKey, ...],
+    ) -> Snapshot:
+        """The whole ledger at this moment, beside what the arbiter knows of the machine and of
+        requests."""
+        return Snapshot(
+            budget_bytes=self.budget_bytes,
+            committed_bytes=self.committed_bytes,
+            free_bytes=self.free_bytes,
+            spare_bytes=self.spare_bytes,
+            promised_bytes=self.promised_bytes,
+            available_bytes=self.available_bytes,
+            level=level,
+            residents=self.residents,
+            tenants=self.tenants,
+            foreign=self.foreign,
+            unfilled_bytes=self.unfilled_bytes,
+            waiting=waiting,
+            kept=kept,
+        )
 
     def check_integrity(self) -> None:
         """Check that notes are of what is there, figures 0 or more. Raises InvariantBroken."""

@@ -166,6 +166,16 @@ def resident_rank(resident: Resident, now: float) -> int:
     return min(WORST_RANK, resident.last_priority.rank + decay)
 
 
+def decay_mono(resident: Resident, now: float) -> float:
+    """The next time at which idleness makes a resident less urgent, or no longer kept warm;
+    infinite = never."""
+    stay_warm_s, idle_s = resident.warmth.stay_warm_s, now - resident.idle_since_mono
+    is_last = resident_rank(resident, now) == WORST_RANK and idle_s >= stay_warm_s
+    if resident.leases or stay_warm_s <= 0 or is_last:
+        return math.inf
+    return resident.idle_since_mono + (periods(max(0.0, idle_s), stay_warm_s) + 1) * stay_warm_s
+
+
 def ticket_rank(priority: RequestPriority, waited_s: float, rules: Rules) -> int:
     """The urgency of a waiting request; below 0 when it waited long."""
     return priority.rank - periods(max(0.0, waited_s), rules.age_s)

@@ -244,14 +244,14 @@ class Resident:
         draining = self if self.state is State.DRAINING else self.moved(State.DRAINING)
         return replace(draining, is_leaving=True)
 
-    def leased(self, lease: LeaseId, priority: RequestPriority, now: float) -> Resident:
-        """The resident with one lease more."""
+    def leased(self, leases: Mapping[LeaseId, RequestPriority], now: float) -> Resident:
+        """The resident with more leases, one at least."""
         if not self.is_open:
             raise errors.InvariantBroken("lease of a resident", f"{self.key} is {self.state}")
         return replace(
             self,
-            leases={**self.leases, lease: priority},
-            last_priority=priority,
+            leases={**self.leases, **leases},
+            last_priority=[*leases.values()][-1],
             last_used_mono=now,
         )
 

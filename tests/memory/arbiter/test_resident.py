@@ -48,19 +48,19 @@ def test_only_the_ways_of_the_table_are_gone(before: State, after: State) -> Non
 
 
 def test_what_is_in_use_cannot_leave() -> None:
-    used = resident(State.READY).leased(LeaseId(1), NORMAL, 5.0)
+    used = resident(State.READY).leased({LeaseId(1): NORMAL}, 5.0)
     with pytest.raises(errors.InvariantBroken, match="1 leases"):
         used.leaving()
     leaving = used.released(LeaseId(1), 6.0).leaving()
     assert leaving.state is State.DRAINING
     with pytest.raises(errors.InvariantBroken):
-        leaving.leased(LeaseId(2), NORMAL, 7.0)
+        leaving.leased({LeaseId(2): NORMAL}, 7.0)
 
 
 @pytest.mark.parametrize("state", [State.ABSENT, State.LOADING])
 def test_what_is_not_loaded_cannot_be_leased(state: State) -> None:
     with pytest.raises(errors.InvariantBroken):
-        resident(state).leased(LeaseId(1), NORMAL, 0.0)
+        resident(state).leased({LeaseId(1): NORMAL}, 0.0)
 
 
 def test_the_roles_are_those_of_the_contract() -> None:
