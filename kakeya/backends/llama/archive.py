@@ -21,7 +21,7 @@ from kakeya.core.units import KIB
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.kvb import HEADER_LIMIT_BYTES, StoredBlock
 from kakeya.prefix.disk.store import BlockStore
-from kakeya.prefix.names.blocks import ROOT, TOKEN_BYTES, shared_tokens
+from kakeya.prefix.names.blocks import ROOT, TOKEN_BYTES, BlockId, shared_tokens
 
 INDEX_S = 2.0
 """Seconds that a first request waits for the scan of the store."""
@@ -58,7 +58,8 @@ class SlotArchive:
         self.holders: set[Holder] = set()
         self._weights: Weights | None = None
         self._seeds: dict[str, bytes] = {}
-        self._waiting: dict[bytes, StoredBlock] = {}
+        self._known: dict[BlockId, StoredBlock] = {}
+        self._is_scanned = False
 
     def open(self, store: BlockStore | None, weights: Weights) -> None:
         """Keep histories in a store from now on."""
@@ -87,10 +88,15 @@ class SlotArchive:
 
     async def ready(self) -> None:
         """Wait a moment for the scan of the store, right after a start."""
-        if self.store is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(INDEX_S):
-                    await self.store.ready()
+        store = self.store
+        if store is None or self._is_scanned:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INDEX_S):
+                await store.ready()
+            self._is_scanned = True
+            found = [entry.block for entry in store.entries()]
+            self._known |= {one.id: one for one in found if one.facts.get("holds") == _HOLDS}
 
     def best(self, seed: bytes, packed: bytes) -> tuple[StoredBlock | None, int]:
         """Find the history that begins like a prompt, and how many tokens they share."""
@@ -124,7 +130,7 @@ class SlotArchive:
             created_at=wall,
         )
         if await self.store.put(block, payload, is_mapped=True):
-            self._waiting[block.id] = block
+            self._known[block.id] = block
             self.store.forget(
                 [
                     one.id
@@ -149,13 +155,11 @@ class SlotArchive:
     def _blocks(self) -> Iterator[StoredBlock]:
         """What the store holds, on disk or on its way there."""
         store = self.store
-        if store is None:
-            return
-        stored = {entry.block.id: entry.block for entry in store.entries()}
-        for block_id in [one for one in self._waiting if one in stored or not store.has(one)]:
-            del self._waiting[block_id]
-        yield from stored.values()
-        yield from self._waiting.values()
+        for block in tuple(self._known.values()):
+            if store is not None and store.has(block.id):
+                yield block
+            else:
+                del self._known[block.id]
 
 
 def packed_history(payload: memoryview) -> bytes:

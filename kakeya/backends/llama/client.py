@@ -109,9 +109,9 @@ class LlamaClient:
                         raise failure_of(answer.status, props, self._name)
         facts, self._spelling, state = await asyncio.to_thread(self._read, props)
         self._facts = facts
-        if state == self._weights_state:
-            traits = (str(props.get("build_info", "")), *self._plan.traits)
-            self._keeper.begin(self._plan.model, state, traits)
+        build = str(props.get("build_info", ""))
+        if build and state == self._weights_state:
+            self._keeper.name(self._plan.model, state, (build, *self._plan.traits))
         return facts
 
     async def decode(

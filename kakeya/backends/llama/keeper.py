@@ -84,9 +84,9 @@ class SlotKeeper:
         self._made = 0
         archive.holders.add(self)
 
-    def begin(self, path: Path, state: str, traits: Sequence[str]) -> None:
-        """Name the model, whose file had this state when its server loaded it; "" = not known."""
-        if self._naming is None and state:
+    def name(self, path: Path, state: str, traits: Sequence[str]) -> None:
+        """Name the model, whose file had this state when its server loaded it."""
+        if self._naming is None:
             naming = self._name(path, state, traits)
             self._naming = asyncio.create_task(naming, name=f"name of {self._child.model_id}")
 
@@ -106,8 +106,13 @@ class SlotKeeper:
         """
         packed = pack_ids(request.token_ids)
         slot = await self._taken(packed, request.priority)
+        preparing = self._begin(self._prepare(slot, packed, request.max_tokens))
         try:
-            await self._work(self._prepare(slot, packed, request.max_tokens))
+            await asyncio.shield(preparing)
+        except BaseException:
+            preparing.add_done_callback(lambda _: self._leave(slot))
+            raise
+        try:
             slot.packed = packed
             slot.retention = request.kv_retention
             slot.is_passing = request.priority is GenerationPriority.BATCH
@@ -124,7 +129,7 @@ class SlotKeeper:
                     await asyncio.wait((self._naming,))
                 for slot in sorted(self._table.slots, key=lambda slot: -slot.used):
                     if not slot.is_busy:
-                        await self._work(self._save(slot))
+                        await asyncio.shield(self._begin(self._save(slot)))
 
     async def forget(self) -> None:
         """Empty the idle slots; what a busy one holds is not saved."""
@@ -133,7 +138,7 @@ class SlotKeeper:
             if slot.is_busy:
                 slot.retention = Retention.IN_MEMORY
             elif slot.packed:
-                await self._work(self._empty(slot))
+                await asyncio.shield(self._begin(self._empty(slot)))
 
     async def _taken(self, packed: bytes, priority: int) -> Slot:
         place = _Place(priority, next(self._numbers), packed)
@@ -167,13 +172,13 @@ class SlotKeeper:
         except KakeyaError as fault:
             self._tell("conversations are not kept", fault.message)
 
-    async def _work(self, coroutine: Coroutine[object, object, None]) -> None:
-        """Do work to its end, also when the caller is cancelled: the server would write a file that
-        nothing removes."""
+    def _begin(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Begin work that is done to its end, also when the caller is cancelled: the server would
+        write a file that nothing removes."""
         task = asyncio.create_task(coroutine, name=f"slots of {self._child.model_id}")
         self._works.add(task)
         task.add_done_callback(self._works.discard)
-        await asyncio.shield(task)
+        return task
 
     async def _prepare(self, slot: Slot, packed: bytes, max_tokens: int) -> None:
         """Have as much of a prompt in its slot as there is, and room for the rest."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 
 from kakeya.backends.engine.backend import EngineBackend, EngineOptions
 from kakeya.backends.llama.http import call
@@ -273,6 +274,48 @@ async def test_an_openai_client(llama_server: Path, model: Path) -> None:
             await create(**{**plain, "tool_choice": "required"})
         with pytest.raises(openai.BadRequestError, match="4096"):
             await create(**greedy, messages=[{**greeting, "content": "hello " * 5000}])
+
+
+async def test_forced_calls_validate_at_any_temperature(llama_server: Path, model: Path) -> None:
+    form = {
+        "type": "object",
+        "properties": {
+            "place": {"type": "string", "minLength": 1, "maxLength": 6},
+            "days": {"type": "integer", "minimum": 1, "maximum": 12},
+            "units": {"type": "array", "items": {"enum": ["C", "F"]}, "maxItems": 2},
+        },
+        "required": ["place", "days"],
+        "additionalProperties": False,
+    }
+    tools: Any = [
+        tool("Bash"),
+        {"type": "function", "function": {"name": "see", "parameters": form}},
+    ]
+    tools[0]["function"]["parameters"] = {"type": "object", "additionalProperties": False}
+    async with llama(llama_server, model) as backend, serving(backend) as served:  # type: ignore[arg-type]
+
+        async def ask(seed: int) -> list[tuple[str, Any]]:
+            answer = await served.openai.chat.completions.create(
+                model="tools",
+                messages=[{"role": "user", "content": "Hello."}],
+                tools=tools,
+                tool_choice="required",
+                parallel_tool_calls=False,
+                temperature=1.5,
+                seed=seed,
+                max_tokens=200,
+            )
+            (choice,) = answer.choices
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            made: Any = choice.message.tool_calls
+            return [(one.function.name, json.loads(one.function.arguments)) for one in made]
+
+        found = [call for calls in await asyncio.gather(*map(ask, range(8))) for call in calls]
+        assert len(found) == 8
+        for name, arguments in found:
+            Draft202012Validator(form if name == "see" else {"maxProperties": 0}).validate(
+                arguments
+            )
 
 
 async def test_an_answer_that_follows_a_schema_goes_on_in_the_next_server(

@@ -41,6 +41,22 @@ def test_options_win_over_what_is_chosen(model: Path) -> None:
     assert plan.flags == ("--threads", "3", "--gpu-layers", "9", "--flash-attn", "on")
 
 
+@pytest.mark.parametrize(
+    ("cores", "options", "flags"),
+    [
+        (0, {}, ()),
+        (1, {}, ("--threads", "1", "--threads-batch", "1")),
+        (4, {}, ("--threads", "3", "--threads-batch", "4")),
+        (4, {"threads_batch": 2}, ("--threads", "3", "--threads-batch", "2")),
+        (4, {"threads": 2}, ("--threads", "2")),
+    ],
+)
+def test_prompts_are_read_by_all_cores_and_tokens_by_all_but_one(
+    model: Path, cores: int, options: dict[str, object], flags: tuple[str, ...]
+) -> None:
+    assert plan_of(model, options, cores=cores).flags == flags
+
+
 @pytest.mark.parametrize("options", [{"ctx": 1}, {"ctx_size": -1}, {"threads": "two"}])
 def test_a_wrong_option_is_refused_by_its_name(model: Path, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
