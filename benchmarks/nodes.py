@@ -98,15 +98,15 @@ def request(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedAnswer:
-    """A streamed answer as its client saw it. Seconds are from the first try; `refusals` are the
-    tries that were answered with 429 or 503 before."""
+    """A streamed answer as its client saw it. Seconds are from the first try; `refused` are the
+    statuses, 429 or 503, of the tries before the last one."""
 
     status: int
     text: str
     is_whole: bool
     first_s: float
     seconds: float
-    refusals: int
+    refused: tuple[int, ...]
 
     @property
     def is_lost(self) -> bool:
@@ -117,7 +117,7 @@ class StreamedAnswer:
 def streamed(address: str, body: Mapping[str, object], *, tries: int = 20) -> StreamedAnswer:
     """Ask for a streamed answer; a refusal with Retry-After is obeyed, `tries` times in all."""
     host, _, port = address.rpartition(":")
-    began, refusals = time.perf_counter(), 0
+    began, refused = time.perf_counter(), list[int]()
     while True:
         connection = http.client.HTTPConnection(host, int(port), timeout=_WAIT_S)
         try:
@@ -126,8 +126,8 @@ def streamed(address: str, body: Mapping[str, object], *, tries: int = 20) -> St
             connection.request("POST", path, payload, {"content-type": "application/json"})
             answer = connection.getresponse()
             pause_s = answer.getheader("retry-after")
-            if answer.status in (429, 503) and pause_s and refusals + 1 < tries:
-                refusals += 1
+            if answer.status in (429, 503) and pause_s and len(refused) + 1 < tries:
+                refused.append(answer.status)
                 time.sleep(float(pause_s))
                 continue
             pieces, first_s, is_whole = [], 0.0, False
@@ -147,12 +147,14 @@ def streamed(address: str, body: Mapping[str, object], *, tries: int = 20) -> St
             is_whole=is_whole,
             first_s=first_s,
             seconds=time.perf_counter() - began,
-            refusals=refusals,
+            refused=tuple(refused),
         )
 
 
 def _piece(event: dict[str, Any]) -> str:
-    """The text of one event."""
+    """The text of one event, or what an error says."""
+    if "error" in event:
+        return str(event["error"])
     choice = (event.get("choices") or [{}])[0]
     return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 

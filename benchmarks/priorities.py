@@ -1,5 +1,7 @@
 """Requests of different priorities for one model, through HTTP on one node.
 
+overload      more clients than the node admits, who obey Retry-After: requests that were lost, and
+              how many were refused how often before they were answered
 crowd         200 clients at once with mixed priorities, who obey Retry-After: requests that were
               lost, the time to the first token of urgent ones against batch ones, and the longest
               wait of each priority against its bound
@@ -9,7 +11,7 @@ interactive   a person's short requests beside so many batch requests that the e
 
 The bound of a wait for a place: AGED_S, then each FLOOR_TURNS-th place goes to the oldest.
 
-    .venv/bin/python -m benchmarks.priorities [interactive] [crowd]
+    .venv/bin/python -m benchmarks.priorities [interactive] [crowd] [overload]
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import random
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +34,7 @@ from benchmarks.nodes import StreamedAnswer, streamed, wait_ready
 from benchmarks.report import emit, percentile
 from kakeya.cli.child import NodeProcess
 from kakeya.engine.queue.policy import AGED_S, FLOOR_TURNS
+from kakeya.gateway.http.connection import HttpLimits
 
 CLIENTS, REQUESTS = 200, 200 if NAMED else 600
 MIXED = {"urgent": 1, "high": 2, "normal": 5, "low": 3, "batch": 4}
@@ -72,7 +76,7 @@ def crowd(address: str, model: str) -> None:
     lost = sum(one.is_lost for one in answers)
     said = {
         "lost": lost,
-        "refusals": sum(one.refusals for one in answers),
+        "refusals": sum(len(one.refused) for one in answers),
         "requests": REQUESTS,
         "seconds": round(seconds, 1),
     }
@@ -97,6 +101,30 @@ def crowd(address: str, model: str) -> None:
             met=max(waits) <= bound_s and not lost,
             p95_s=round(percentile(waits, 0.95), 3),
         )
+
+
+def overload(address: str, model: str) -> None:
+    """Twice as many clients at once as the node has places, each one request after the other."""
+    count = 2 * HttpLimits().generations
+    began = time.perf_counter()
+    with ThreadPoolExecutor(count) as pool:
+        answers = [*pool.map(lambda _: ask(address, model, "normal", 20, 8), range(2 * count))]
+    seconds = time.perf_counter() - began
+    refused = [one.refused for one in answers if one.refused]
+    ended = sum(not one.is_lost for one in answers)
+    emit(
+        f"requests of {count} clients at once that obey Retry-After: answered, {model}",
+        ours=ended,
+        baseline=len(answers),
+        ratio=ended / len(answers),
+        goal="all, although some are refused at first",
+        met=ended == len(answers) and bool(refused),
+        refused=len(refused),
+        refusals=dict(Counter(status for statuses in refused for status in statuses)),
+        most_refusals_of_one=max(map(len, refused), default=0),
+        seconds=round(seconds, 1),
+        longest_s=round(max(one.seconds for one in answers), 1),
+    )
 
 
 def interactive(address: str, model: str) -> None:
@@ -169,7 +197,7 @@ async def measure(folder: Path, drills: Sequence[Callable[[str, str], None]]) ->
 
 
 if __name__ == "__main__":
-    known = {"interactive": interactive, "crowd": crowd}
+    known = {"interactive": interactive, "crowd": crowd, "overload": overload}
     parser = argparse.ArgumentParser()
     parser.add_argument("drills", nargs="*", choices=[[], *known], help="all, if none is named")
     asked = parser.parse_args().drills or [*known]

@@ -171,7 +171,7 @@ def say_loads(served: Sequence[Served], loads: int, seconds: float) -> None:
         met=loads <= first_come / 8 and loads <= collation and not lost(served),
         plain_collation=collation,
         lost=lost(served),
-        refusals=sum(one.answer.refusals for one in served),
+        refusals=sum(len(one.answer.refused) for one in served),
         longest_wait_s=round(max(one.answer.first_s for one in served), 2),
         seconds=round(seconds, 1),
     )

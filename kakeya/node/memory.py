@@ -355,7 +355,11 @@ class NodeMemory:
                     name=IMAGE,
                     role=DIFFUSION,
                     handler=ImageHandler(
-                        self.images.by_id, self._sizes, self._history, self.arbiter
+                        self.images.by_id,
+                        self._sizes,
+                        self._history,
+                        self.arbiter,
+                        self._watch.guard,
                     ),
                     estimate=self._lease_bytes,
                     load_s=partial(self._load_s, IMAGE),

@@ -1,5 +1,7 @@
 """End engines that outgrow the whole budget, or hang beyond it, before the machine is short.
 
+An engine is here any child that computes for this node, image workers too.
+
 The escalation of `escalation.py` asks an engine first and is slow; the guard asks no engine, which
 may hang. It looks in a thread of its own, so that an event loop that is busy or blocked delays no
 end. What an engine may occupy comes from the ledger, which belongs to the event loop: the loop
@@ -20,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
-from kakeya.backends.engine.lease import EngineLease
 from kakeya.core.clock import Clock
 from kakeya.core.process import signal_group
 from kakeya.core.units import format_bytes
@@ -45,6 +47,55 @@ SILENT_S = 0.8
 code. Within the budget it may be slow in peace: the probes of its backend decide."""
 TELL_S = 0.1
 """Seconds between two allowances of the event loop while an engine is at work."""
+
+
+class GuardedBackend(Protocol):
+    """The part of a child's owner that the guard uses."""
+
+    on_work: Callable[[], None]
+    """Called when there is work; the guard sets it."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process; None = there is none. Read in the guard's thread too."""
+        ...
+
+    @property
+    def state(self) -> ModelState:
+        """The state of the model."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """The requests that run."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """The requests that wait for a place."""
+        ...
+
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether the process answers in that time, or may be busy in peace."""
+        ...
+
+    def kill(self, cause: str) -> None:
+        """Kill the process."""
+        ...
+
+
+class GuardedLease(Protocol):
+    """A lease of memory, and the owner of the child that has it."""
+
+    @property
+    def backend(self) -> GuardedBackend:
+        """The owner."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that the child may occupy now."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +154,7 @@ class GuardedEngine:
     """One engine under guard. The loop sets `allowance`, the thread all below it."""
 
     key: ResidentKey
-    lease: EngineLease
+    lease: GuardedLease
     parted_bytes: int = 0
     """The idle KV that counts for the tenant and not for the engine. Both are counted in one step,
     since the spare part may change in between."""

@@ -60,6 +60,7 @@ sooner, mostly."""
 class _Watched(GuardedEngine):
     """One engine under watch."""
 
+    lease: EngineLease
     way: Escalation = field(kw_only=True)
     lender: KvLender | None = None
     used_mono: float = 0.0

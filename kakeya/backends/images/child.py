@@ -56,6 +56,7 @@ class ImageWorker:
         self._frames: asyncio.Queue[WorkerFrame | None] = asyncio.Queue()
         self._number = 0
         self._longest_step_s = 0.0
+        self._outgrown = ""
         self.end = ""
         """How the process ended, in a clause; "" = it lives."""
 
@@ -69,9 +70,11 @@ class ImageWorker:
         timeout_s: float,
         clock: Clock,
         on_progress: Callable[[LoadProgress], None] = lambda _: None,
+        on_process: Callable[[EngineProcess], None] = lambda _: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> Self:
-        """Start a worker and wait until it draws. `on_end` is called when it ends by itself.
+        """Start a worker and wait until it draws. `on_process` gets its process, which loads then;
+        `on_end` is called when it ends by itself.
 
         Raises LoadFailed, and ConfigError for a program or a folder that cannot be used.
         """
@@ -88,6 +91,7 @@ class ImageWorker:
             stack.callback(server.close)
             process = await EngineProcess.start(name, command, socket, on_progress=on_progress)
             stack.push_async_callback(process.aclose, STOP_GRACE_S)
+            on_process(process)
             try:
                 async with asyncio.timeout(timeout_s):
                     link = await _first(links.get(), process, name)
@@ -105,6 +109,12 @@ class ImageWorker:
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    def kill(self, cause: str) -> None:
+        """Kill the process for the memory that it takes: its request is refused; `cause` completes
+        "because it ..."."""
+        self._outgrown = cause
+        self._process.kill(cause)
 
     async def aclose(self) -> None:
         """End the process; return when the system has its memory back."""
@@ -186,6 +196,11 @@ class ImageWorker:
                 return frame
 
     def _check(self) -> None:
+        if self.end and self._outgrown:
+            raise MemoryRefused(
+                f"the process that draws with {self._name} was ended: it {self._outgrown}; ask for "
+                "a smaller image, or give the node a larger --memory-budget"
+            )
         if self.end:
             raise PeerUnavailable(
                 f"the process that draws with {self._name} ended ({self.end}); ask again: the next "

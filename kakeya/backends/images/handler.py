@@ -1,8 +1,9 @@
 """The arbiter's handler of image models.
 
-A load starts a worker, which loads the pipeline, and measures it; a run draws, and measures again:
-what the system lent for an image stays with the process. An unload ends the process, so that the
-system has all its memory back.
+A load starts a worker, which loads the pipeline, and measures it; a run draws, and measures at each
+step: what the system lent for an image stays with the process. A worker that outgrows the budget is
+ended by the guard of engines. An unload ends the process, so that the system has all its memory
+back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from kakeya.backends.engine.guard import EngineGuard, GuardedEngine
 from kakeya.backends.engines import EngineCommand
 from kakeya.backends.images.model import IMAGE, ResidentPipeline, WorkerSetup
 from kakeya.backends.sizes import LeaseSize
@@ -22,7 +24,25 @@ from kakeya.generation.manifest import DIFFUSERS
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Loaded
+from kakeya.memory.arbiter.resident import ResidentKey
 from kakeya.memory.estimate.history import SizeHistory
+
+
+class PipelineLease:
+    """The lease of an image model, as the ledger has it."""
+
+    def __init__(
+        self, backend: ResidentPipeline, arbiter: MemoryArbiter, estimate_bytes: int
+    ) -> None:
+        self.backend = backend
+        self._arbiter = arbiter
+        self._estimate_bytes = estimate_bytes
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that the worker may occupy now."""
+        resident = self._arbiter.find(IMAGE, self.backend.model_id)
+        return self._estimate_bytes if resident is None else resident.bytes
 
 
 class ImageHandler:
@@ -34,17 +54,28 @@ class ImageHandler:
         sizes: Mapping[str, LeaseSize],
         history: SizeHistory,
         arbiter: MemoryArbiter,
+        guard: EngineGuard,
     ) -> None:
         self._models = models
         self._sizes = sizes
         self._history = history
         self._arbiter = arbiter
+        self._guard = guard
+        self._guarded: dict[str, GuardedEngine] = {}
 
     async def load(self, model_key: str) -> Loaded:
         """Start a worker and wait until it draws. Raises LoadFailed and ConfigError."""
-        model = self._models[model_key]
-        footprint = await asyncio.to_thread(resident_bytes, await model.open()) or 0
-        estimate = self._sizes[model_key].estimate
+        model, size = self._models[model_key], self._sizes[model_key]
+        lease = PipelineLease(model, self._arbiter, size.bytes)
+        worker = GuardedEngine(ResidentKey(IMAGE, model_key), lease)
+        self._guard.add(worker)
+        try:
+            footprint = await asyncio.to_thread(resident_bytes, await model.open()) or 0
+        except BaseException:
+            self._guard.remove(worker)
+            raise
+        self._guarded[model_key] = worker
+        estimate = size.estimate
         self._history.note(estimate.digest, IMAGE, footprint)
         lent = max(footprint + estimate.work_bytes, estimate.work_bytes)
         return Loaded(
@@ -55,6 +86,7 @@ class ImageHandler:
 
     async def unload(self, model_key: str, backend: object) -> None:
         """End the worker."""
+        self._guard.remove(self._guarded.pop(model_key))
         await _pipeline(backend).close()
 
     async def run(self, backend: object, payload: object) -> object:
@@ -67,16 +99,18 @@ class ImageHandler:
                 param="payload",
             )
         model = _pipeline(backend)
-        drawn = await model.perform(payload)
-        await self._measure(model)
-        return drawn
-
-    async def _measure(self, model: ResidentPipeline) -> None:
-        """Count a worker that has outgrown its lease."""
+        worker = self._guarded[model.model_id]
+        # The guard measures it all the time, in its own thread.
+        drawn = await model.perform(payload, lambda: self._count(model, worker.guarded_bytes))
         pid = model.pid
         used = None if pid is None else await asyncio.to_thread(resident_bytes, pid)
+        self._count(model, used or 0)
+        return drawn
+
+    def _count(self, model: ResidentPipeline, used: int) -> None:
+        """Count a worker that has outgrown its lease."""
         resident = self._arbiter.find(IMAGE, model.model_id)
-        if resident is not None and used and used > resident.bytes:
+        if resident is not None and used > resident.bytes:
             self._arbiter.measure(IMAGE, model.model_id, used)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from kakeya.backends.engine.process import Command
+from kakeya.backends.engine.process import Command, EngineProcess
 from kakeya.backends.images.child import ImageWorker
 from kakeya.backends.images.folder import pipeline_kind
 from kakeya.backends.terms import terms_within
@@ -76,8 +76,12 @@ class ResidentPipeline:
         self._failed_until_mono = 0.0
         self._reason = ""
         self._worker: ImageWorker | None = None
+        self._process: EngineProcess | None = None  # of a worker, also while it loads
+        self._is_drawing = False
         self._at = ""  # how far a load or an image is
         self._asking = 0
+        self.on_work: Callable[[], None] = lambda: None
+        """Called when the worker begins to load or to draw; the guard of engines sets it."""
 
     # For callers
 
@@ -158,7 +162,7 @@ class ResidentPipeline:
             "state": self.state.value,
             "error": self.last_error,
             "pipeline": self.kind.value,
-            "pid": None if self._worker is None else self._worker.pid,
+            "pid": self.pid,
             "at": self._at,
             "requests": self._asking,
         }
@@ -168,6 +172,7 @@ class ResidentPipeline:
     async def open(self) -> int:
         """Start a worker; returns its process id. Raises LoadFailed and ConfigError."""
         self._at = "starting"
+        self.on_work()
         try:
             self._worker = await ImageWorker.start(
                 self.model_id,
@@ -176,9 +181,13 @@ class ResidentPipeline:
                 timeout_s=self._setup.start_timeout_s,
                 clock=self._clock,
                 on_progress=self._progressed,
+                on_process=self._started,
                 on_end=self._died,
             )
-        except KakeyaError as problem:
+        except BaseException as problem:
+            self._process = None
+            if not isinstance(problem, KakeyaError):
+                raise
             self._reason = problem.message
             self._failed_until_mono = self._clock.mono() + PAUSE_S
             raise
@@ -189,13 +198,16 @@ class ResidentPipeline:
 
     async def close(self) -> None:
         """End the worker; return when the system has its memory back."""
-        worker, self._worker = self._worker, None
+        worker, self._worker, self._process = self._worker, None, None
         if worker is not None:
             await worker.aclose()
         self._on_change()
 
-    async def perform(self, request: ImageRequest) -> tuple[DrawnImage, ...]:
-        """Draw with the worker, or with a new one where it died; the progress is reported."""
+    async def perform(
+        self, request: ImageRequest, on_step: Callable[[], None]
+    ) -> tuple[DrawnImage, ...]:
+        """Draw with the worker, or with a new one where it died; the progress is reported, and
+        `on_step` called after each step."""
         worker = self._worker
         if worker is None or worker.end:
             await self.close()
@@ -207,16 +219,43 @@ class ResidentPipeline:
         def tell(share: float, phrase: str) -> None:
             self._at = phrase
             report_progress(share, phrase)
+            on_step()
 
+        self._is_drawing = True
+        self.on_work()
         try:
             return await worker.draw(request, tell)
         finally:
-            self._at = ""
+            self._at, self._is_drawing = "", False
+
+    # For the guard of engines
 
     @property
     def pid(self) -> int | None:
-        """The process id of the worker; None without one that lives."""
-        return self._worker.pid if self._worker is not None and not self._worker.end else None
+        """The process id of the worker, also while it loads; None without one that lives."""
+        process = self._process
+        return None if process is None else process.pid
+
+    @property
+    def running(self) -> int:
+        """The requests that the worker draws."""
+        return int(self._is_drawing)
+
+    @property
+    def waiting(self) -> int:
+        """None wait in the worker: it gets one request at a time."""
+        return 0
+
+    async def answers(self, timeout_s: float) -> bool:
+        """True: a worker in the middle of a step answers nothing, and only its growth ends it."""
+        return True
+
+    def kill(self, cause: str) -> None:
+        """Kill the worker for the memory that it takes."""
+        if self._worker is not None:
+            self._worker.kill(cause)
+        elif self._process is not None:
+            self._process.kill(cause)
 
     @property
     def _pause_s(self) -> float:
@@ -228,10 +267,14 @@ class ResidentPipeline:
         is_load = wait is not None and wait.reason is WaitReason.LOAD
         return self.waits_for() if is_load else wait
 
+    def _started(self, process: EngineProcess) -> None:
+        self._process = process
+
     def _progressed(self, progress: LoadProgress) -> None:
         self._at = progress.describe()
 
     def _died(self) -> None:
+        self._process = None
         self._drop_dead()
         self._on_change()
 

@@ -29,7 +29,7 @@ class ScriptedPipeline:
         if (folder / "dies").exists():
             sys.exit("no memory for it")
         file = folder / "megabytes"
-        self.ballast = os.urandom(int(file.read_text()) << 20) if file.exists() else b""
+        self.ballast = [os.urandom(int(file.read_text()) << 20)] if file.exists() else []
 
     def draw(
         self,
@@ -53,6 +53,10 @@ class ScriptedPipeline:
                     raise MemoryError("out of memory for 9 GB")
                 case "fault":
                     raise ValueError("half of a pixel")
+                case "swell":
+                    for _ in range(100):
+                        self.ballast.append(os.urandom(2 << 20))
+                        time.sleep(0.005)
                 case "flood":
                     os.write(1, b"words\n" * 20_000)
                 case "large":

@@ -21,7 +21,7 @@ from kakeya.generation.facts import ModelState
 from kakeya.generation.image import ImageRequest
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.waiting import WaitTeller
-from kakeya.memory.arbiter.events import Evicted
+from kakeya.memory.arbiter.events import EngineKilled, Evicted
 from kakeya.memory.arbiter.plan import Reason
 from tests.backends.images.world import FOX, IMAGE_BYTES, image_world, pipeline_folder, silent
 from tests.waiting import until
@@ -101,6 +101,49 @@ async def test_a_dead_worker_fails_its_request_and_the_waiting_one_gets_another(
         (drawn,) = await waiting
         assert b"a fox 1" in drawn.png
         assert world.image.state is ModelState.READY
+
+
+async def test_a_worker_that_outgrows_the_budget_is_ended_and_its_request_refused(
+    tmp_path: Path, short_path: Path
+) -> None:
+    budget = 120 * MIB
+    async with image_world(tmp_path, short_path, budget=budget) as world:
+        await world.image.draw(FOX, silent)
+        with pytest.raises(MemoryRefused, match=r"it grew to .*; ask for a smaller") as refused:
+            await world.image.draw(replace(FOX, prompt="swell"), silent)
+        assert refused.value.retry_after_s is None  # a job is not tried again
+        (killed,) = world.told(EngineKilled)
+        assert isinstance(killed, EngineKilled)
+        assert killed.key == (IMAGE, "fox")
+        assert budget < killed.bytes < 2 * budget
+        (drawn,) = await world.image.draw(FOX, silent)
+        assert b"a fox 1" in drawn.png
+
+
+async def test_a_worker_that_outgrows_the_budget_as_it_loads_is_ended(
+    tmp_path: Path, short_path: Path
+) -> None:
+    async with image_world(tmp_path, short_path, budget=120 * MIB) as world:
+        (tmp_path / "fox" / "megabytes").write_text("900")
+        with pytest.raises(LoadFailed, match=r"SIGKILL, sent because it grew to"):
+            await world.image.draw(FOX, silent)
+        assert world.residents() == {}
+
+
+async def test_growth_within_the_budget_is_counted_while_it_draws(
+    tmp_path: Path, short_path: Path
+) -> None:
+    async with image_world(tmp_path, short_path) as world:
+        swelling = replace(FOX, prompt="swell", steps=2)
+        drawing = asyncio.create_task(world.image.draw(swelling, silent))
+
+        def counted() -> int:
+            resident = world.arbiter.find(IMAGE, "fox")
+            return 0 if resident is None else resident.bytes
+
+        await until(lambda: counted() > 2 * IMAGE_BYTES)
+        assert not drawing.done()
+        await drawing
 
 
 async def test_a_worker_that_dies_idle_leaves_the_ledger_and_comes_back_on_request(

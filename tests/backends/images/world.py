@@ -6,11 +6,12 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.backends.engine.process import Command
+from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.images.handler import ImageHandler, ImageModels
 from kakeya.backends.images.model import IMAGE, ResidentPipeline, WorkerSetup
 from kakeya.backends.resident import TEXT
@@ -107,7 +108,10 @@ async def image_world(
     folder: Path, sockets: Path, *, budget: int = 1 << 40, may_displace_text: bool = False
 ) -> AsyncIterator[ImageWorld]:
     clock = SystemClock()
-    async with MemoryArbiter(budget=budget, clock=clock, rules=RULES, grace_s=0) as arbiter:
+    async with AsyncExitStack() as stack:
+        arbiter = await stack.enter_async_context(
+            MemoryArbiter(budget=budget, clock=clock, rules=RULES, grace_s=0)
+        )
         source = pipeline_folder(folder / "fox")
         spec = ModelSpec(
             model_id="fox",
@@ -134,7 +138,8 @@ async def image_world(
             digest="fox",
         )
         sizes = {"fox": LeaseSize(estimate, 0)}
-        handler = ImageHandler(models.by_id, sizes, SizeHistory(), arbiter)
+        watch = await stack.enter_async_context(EngineWatch(arbiter, clock))
+        handler = ImageHandler(models.by_id, sizes, SizeHistory(), arbiter, watch.guard)
         text = TextProcess()
         world = ImageWorld(arbiter, models.by_id["fox"], text)
         arbiter.on_event(world.events.append)
