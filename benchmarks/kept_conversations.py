@@ -33,8 +33,8 @@ from kakeya.memory.estimate.estimate import estimate_model
 
 CONVERSATIONS, WORDS = 1 if NAMED else 3, 3650
 DOCUMENTS, DOCUMENT_WORDS, READERS = 32, 140 if NAMED else 1830, 4
-KV_MB, SPARE_MB = 320 if NAMED else 96, 32
-"""Memory for KV: of the conversations, and of a few of the documents."""
+KV_MB, SPARE_MB = (320, 128) if NAMED else (96, 32)
+"""Memory for kept KV: of the conversations, and of a few of the documents; and for the engine."""
 OTHER_MB = 250 if NAMED else 60
 MOST_AFTER_SWAP, MOST_AFTER_SWEEP = 0.1, 1.5
 

@@ -251,9 +251,11 @@ def _profiles(
     backends: Backends,
 ) -> Mapping[str, ProfileSpec]:
     served = [one.model_id for one in models if one.role is ModelRole.VERIFIER]
+    embedders = [one.model_id for one in models if one.role is ModelRole.EMBEDDER]
     profiles = read_tables(ProfileSpec, "profiles", sources)
     reached = filter(reaches(backends), (one.model for one in profiles.values()))
-    return check_profiles(profiles, [*served, *tasks, *reached], sources.file_name)
+    names = [*served, *tasks, *reached]
+    return check_profiles(profiles, names, embedders, sources.file_name)
 
 
 def _check(config: NodeConfig) -> None:

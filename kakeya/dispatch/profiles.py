@@ -4,6 +4,7 @@
     agents = ["claude-cli/"]      by the beginning of their User-Agent, or
     clients = ["build-server"]    by name: of their API key, or the one that they give themselves
     model = "big"                 for names of models that this node does not serve
+    embedder = "bge"              the same where embeddings are asked for
 
 The first profile of the file that fits counts. What a request says wins, then its task, then the
 profile, then the manifest of its model.
@@ -34,6 +35,9 @@ class ProfileSpec:
     model: str = setting(
         "the model or task for names of models that this node does not serve", text, ""
     )
+    embedder: str = setting(
+        "the embedder for names of embedders that this node does not serve", text, ""
+    )
     priority: GenerationPriority | None = setting(
         "the priority of requests that ask for none", priority_word, None
     )
@@ -53,6 +57,7 @@ class ProfileSpec:
             "clients": list(self.clients),
             "agents": list(self.agents),
             "model": self.model or None,
+            "embedder": self.embedder or None,
             "priority": self.priority and self.priority.name.lower(),
             "thinking": None if self.thinking == "auto" else self.thinking,
         }
@@ -71,10 +76,11 @@ NO_PROFILE = ClientProfile()
 def check_profiles(
     profiles: Mapping[str, ProfileSpec],
     served: Collection[str],
+    embedders: Collection[str],
     origin: str,
 ) -> Mapping[str, ProfileSpec]:
     """The profiles of a node that writes text by the names that it has `served`, tasks among
-    them. Raises ConfigError, which begins with the `origin`."""
+    them, and has these `embedders`. Raises ConfigError, which begins with the `origin`."""
     taken: dict[str, str] = {}
     for name, spec in profiles.items():
         where = f"{origin}: [profiles.{name}]"
@@ -83,6 +89,11 @@ def check_profiles(
         for one in (*spec.clients, *spec.agents):
             if (other := taken.setdefault(one, name)) != name:
                 raise ConfigError(f"{where}: {one} stands in [profiles.{other}] too")
+        if spec.embedder not in ("", *embedders):
+            raise ConfigError(
+                f"{where}: {spec.embedder} is none of the embedders of this node, "
+                f"{', '.join(embedders) or 'which are none'}{nearest(spec.embedder, embedders)}"
+            )
         if spec.model in ("", *served) or spec.model.rpartition(":")[0] in served:
             continue
         raise ConfigError(

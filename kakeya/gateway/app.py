@@ -172,16 +172,22 @@ def build_app(
         metrics=metrics,
         created_at=int(clock.wall()),
     )
-    embeddings = Embeddings(directory, texts, metrics, limits, clock)
+    embeddings = Embeddings(directory, texts, metrics, limits, clock, tasks)
     images = ImageStore(mono=clock.mono)
     drawing = ImageRoute(directory, generations, jobs, images, clock=clock, rng=rng)
     routes = [
         *_dialects(generations, ResponseStore(most_bytes=store_bytes, mono=clock.mono), jobs, rng),
-        BodyRoute("/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING),
+        BodyRoute(
+            "/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING | COORDINATOR_FIELDS
+        ),
         BodyRoute("/v1/images/generations", drawing, IMAGES | COORDINATOR_FIELDS, IMAGE_NO_OPS),
         images.route(),
         *ollama_routes(directory, generations, embeddings, clock, abilities),
-        BodyRoute("/v1/precache", PrecacheRoute(generations, precache, texts), PRECACHE),
+        BodyRoute(
+            "/v1/precache",
+            PrecacheRoute(generations, precache, texts),
+            PRECACHE | COORDINATOR_FIELDS,
+        ),
         Route(
             "/api/v1/requests/{request_id}",
             ExplainRoute(generations.recent, generations.clients, texts).answer,

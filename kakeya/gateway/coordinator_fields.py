@@ -74,11 +74,11 @@ class CoordinatorFields:
             note_ignored(scope, ignored)
         return replace(asked, params=params)
 
-    def named(self, scope: Scope) -> str:
-        """The caller of a request that begins no generation: its share is all that counts, so the
-        other fields are left out."""
+    def named(self, scope: Scope, *, has_priority: bool = False) -> str:
+        """The caller of a request that begins no generation: its share is all that counts, and its
+        priority where it has one, so the other fields are left out."""
         said = {
-            "x_priority": self.priority is not None,
+            "x_priority": self.priority is not None and not has_priority,
             "x_stay_warm": self.stay_warm_s,
             "x_cooldown": self.cooldown_s,
         }

@@ -10,15 +10,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from starlette.types import Scope
+
 from kakeya.backends.request import ModelNotFound
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, NotFound
+from kakeya.dispatch.profiles import ClientProfile
+from kakeya.dispatch.registry import TaskRegistry
 from kakeya.gateway.figures import HttpMetrics
+from kakeya.gateway.generation import profile_of
 from kakeya.gateway.http.connection import HttpLimits
+from kakeya.gateway.http.receipt import note_defaults
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.model import EmbeddingModel, ModelDirectory
-from kakeya.generation.request import ContextLengthExceeded
+from kakeya.generation.request import ContextLengthExceeded, GenerationPriority
 from kakeya.text.text import Texts
 
 EmbeddingInput: TypeAlias = str | tuple[int, ...]
@@ -29,6 +35,7 @@ EmbeddingInput: TypeAlias = str | tuple[int, ...]
 class Embedded:
     """The vectors of inputs, in order, little-endian float32; `tokens` counts those of all."""
 
+    model_id: str
     vectors: Sequence[bytes]
     tokens: int
 
@@ -43,12 +50,24 @@ class Embeddings:
         metrics: HttpMetrics,
         limits: HttpLimits,
         clock: Clock,
+        tasks: TaskRegistry,
     ) -> None:
         self._directory = directory
         self._texts = texts
         self._metrics = metrics
+        self._tasks = tasks
         self._crowd = FairBound(limits.generations, clock.mono)
         self.limits = limits
+
+    def meant(self, name: str, client: str, scope: Scope) -> tuple[str, ClientProfile]:
+        """The name of the embedder that a client means: its profile's, where there is none of the
+        name that it gives; and the profile."""
+        profile = profile_of(self._tasks, client, scope)
+        other = profile.spec.embedder
+        if not other or name in [model.model_id for model in self._directory.embedders()]:
+            return name, profile
+        note_defaults(scope, {"model": other}, f"profiles.{profile.name}")
+        return other, profile
 
     def find(self, model_id: str) -> EmbeddingModel:
         """Find an embedder. Raises ModelNotFound with the ids that are served, InvalidArgument for
@@ -75,17 +94,18 @@ class Embeddings:
         names: Callable[[int], str] = "input[{}]".format,
         share: str = "",
         user: str = "",
+        priority: GenerationPriority = GenerationPriority.NORMAL,
     ) -> Embedded:
         """Make the vectors of inputs, of `size` numbers each; None = as many as the model makes.
 
         An input that is too long is cut off where `truncates`, else refused. `names` tells how an
-        error names an input.
+        error names an input, `priority` how urgently a model is needed that is not in memory.
 
         Raises InvalidArgument for a size or a token id that the model does not have, for an input
         without tokens, ContextLengthExceeded for one that is too long, and the errors of
         `EmbeddingModel.embed`.
         """
-        facts = await model.ready(self.limits.ready_s)
+        facts = await model.ready(self.limits.ready_s, priority)
         _check_size(size, facts)
         token_ids = await self._token_ids(inputs, facts, truncates=truncates)
         for index, ids in enumerate(token_ids):
@@ -95,7 +115,7 @@ class Embeddings:
         packed = await model.embed(token_ids, size=size or 0, client=share, user=user)
         step = len(packed) // len(inputs)
         vectors = [packed[at : at + step] for at in range(0, len(packed), step)]
-        return Embedded(vectors=vectors, tokens=tokens)
+        return Embedded(model_id=model.model_id, vectors=vectors, tokens=tokens)
 
     async def _token_ids(
         self, inputs: Sequence[EmbeddingInput], facts: ModelFacts, *, truncates: bool

@@ -146,13 +146,19 @@ class Generations:
     ) -> tuple[Request, ClientProfile]:
         """A request, for the model of its client's profile where it names none that there is; and
         the profile."""
-        profile = self.tasks.profile_of(client, Headers(scope=scope).get("user-agent", ""))
-        name, other = asked.params.model, profile.spec.model
+        name, profile = self.meant(asked.params.model, client, scope)
+        return replace(asked, params=replace(asked.params, model=name)), profile
+
+    def meant(self, name: str, client: str, scope: Scope) -> tuple[str, ClientProfile]:
+        """The name of the model that a client means: its profile's, where there is none of the
+        name that it gives; and the profile."""
+        profile = profile_of(self.tasks, client, scope)
+        other = profile.spec.model
         is_known = name in self._names() or self.relays.find(name) is not None
         if not other or is_known or self._is_served(name.rpartition(":")[0]):
-            return asked, profile
+            return name, profile
         note_defaults(scope, {"model": other}, f"profiles.{profile.name}")
-        return replace(asked, params=replace(asked.params, model=other)), profile
+        return other, profile
 
     def choose(
         self, name: str, client: str = ""
@@ -461,6 +467,11 @@ class Generations:
         """Have what the next request begins with warm, if this one says what it continues."""
         if not job.claim.use.is_empty:
             self._precache.turn_ended(job.claim, functools.partial(next_tokens, job, self._texts))
+
+
+def profile_of(tasks: TaskRegistry, client: str, scope: Scope) -> ClientProfile:
+    """The profile of a request's client."""
+    return tasks.profile_of(client, Headers(scope=scope).get("user-agent", ""))
 
 
 def client_of(scope: Scope) -> str:

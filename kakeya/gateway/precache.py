@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.generation import Generations, client_of
+from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
+from kakeya.gateway.generation import Generations
 from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.fields import flag_field, refuse_unknown, table
@@ -36,7 +37,7 @@ from kakeya.gateway.openai.requests import PROMPTS
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openai.tools import TOOLS
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.manifest import Manifest
+from kakeya.generation.manifest import thinking_args
 from kakeya.generation.model import ServedModel
 from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix, resolve_key
@@ -133,18 +134,31 @@ class PrecacheRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         generations = self._generations
-        asked = await read_request(scope, receive, generations.limits, parse_precache)
-        client = client_of(scope)
-        model = generations.find(asked.model, client)
+
+        def read(whole: Mapping[str, object]) -> tuple[PrecacheRequest, CoordinatorFields]:
+            body, fields = take_fields(whole)
+            return parse_precache(body), fields
+
+        asked, fields = await read_request(scope, receive, generations.limits, read)
+        client = fields.named(scope)
+        name, profile = generations.meant(asked.model, client, scope)
+        model = generations.find(name, client)
+        thinks = {**model.manifest.template_args, **thinking_args(profile.spec.thinking)}
         with generations.admitted(share_of(client, scope)):
             async with generations.connection(
                 receive, send, WaitTeller(model.waits_for)
             ) as connection:
-                report = await self._warm(asked, model, client)
+                report = await self._warm(asked, model, client, thinks)
                 connection.finish()
         await send_json(send, 200, compact(_answer(asked, model, report)))
 
-    async def _warm(self, asked: PrecacheRequest, model: ServedModel, client: str) -> WarmReport:
+    async def _warm(
+        self,
+        asked: PrecacheRequest,
+        model: ServedModel,
+        client: str,
+        thinks: Mapping[str, object],
+    ) -> WarmReport:
         facts = await facts_at_hand(model)
         if isinstance(facts, WarmReport):
             return facts
@@ -152,7 +166,7 @@ class PrecacheRoute:
         if not asked.messages and not asked.prompt:
             known = self._precache.opened(claim)
             return _UNKNOWN if known is None else await known
-        token_ids = await self._encode(asked, facts, model.manifest)
+        token_ids = await self._encode(asked, facts, model.manifest.template, thinks)
 
         async def tokens() -> Sequence[int]:
             return token_ids
@@ -160,14 +174,20 @@ class PrecacheRoute:
         return await self._precache.warm(claim, tokens, is_pinned=asked.is_pinned)
 
     async def _encode(
-        self, asked: PrecacheRequest, facts: ModelFacts, manifest: Manifest
+        self,
+        asked: PrecacheRequest,
+        facts: ModelFacts,
+        template: str | None,
+        thinks: Mapping[str, object],
     ) -> Sequence[int]:
-        text = await self._texts.get(facts.model_path, manifest.template)
+        """The prefix in ids, as its requests will have it written: `thinks` says to the template
+        whether the model thinks."""
+        text = await self._texts.get(facts.model_path, template)
         at_most = most_prompt_tokens(facts)
         if asked.messages:
             try:
                 chat, _ = move_changing_lines(
-                    Chat(messages=asked.messages, tools=asked.tools, kwargs=manifest.template_args),
+                    Chat(messages=asked.messages, tools=asked.tools, kwargs=thinks),
                     self._precache.moved_kinds,
                     is_prefix=True,
                 )

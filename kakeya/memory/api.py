@@ -320,11 +320,11 @@ class MemoryArbiter:
             return None
         return RequestWait(reason=WaitReason.MEMORY, model_id=model_key, position=place)
 
-    def would_grant(self, capability: str, model_key: str) -> bool:
-        """Whether a request of normal priority would be served now or in its turn, without
-        waiting for models to drain. Changes nothing. Raises NotFound."""
+    def would_grant(self, capability: str, model_key: str, terms: Terms = PLAIN) -> bool:
+        """Whether a request would be served now or in its turn, without waiting for models to
+        drain. Changes nothing. Raises NotFound."""
         key = self._key(capability, model_key)
-        return self._arbiter.would_grant(self._ask(key, PLAIN, FOREVER), self._clock.mono())
+        return self._arbiter.would_grant(self._ask(key, terms, FOREVER), self._clock.mono())
 
     @property
     def is_short(self) -> bool:

@@ -357,7 +357,7 @@ class Agent:
             ttl_s=self._config.fleet.ttl_s,
             is_careful=self._memory.is_careful,
         )
-        return make_offer(place, self._engines.offered())
+        return make_offer(place, self._engines.offered(), self._memory.images.offered())
 
     async def _follow_changes(self) -> None:
         """After each change, update the drafters, the card, the health and the state on disk."""

@@ -1,8 +1,8 @@
 """The offer of this node to the fleet: a pure view of the models that it would serve now.
 
-A model is offered while a request for it would be served: it is in memory, or it is a text model
-that was loaded before and would get room. N-grams are always offered. Stamps and sending are not
-done here.
+A model is offered while a request for it would be served: it is in memory, or it would get room and
+is an image model, or one that was loaded before. N-grams are always offered. Stamps and sending are
+not done here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kakeya.backends.images.model import IMAGE
 from kakeya.core.ids import NGRAM, ModelId
 from kakeya.fleet.cards.cards import CardRole as CardRole
 from kakeya.fleet.cards.cards import Endpoint, Offer, OfferedModel
@@ -39,8 +40,12 @@ _CARD_ROLES = {
 }
 
 
-def make_offer(place: NodeFacts, ready: Iterable[tuple[ModelRole, ModelFacts]]) -> Offer:
-    """Derive the offer from the models that are ready."""
+def make_offer(
+    place: NodeFacts,
+    ready: Iterable[tuple[ModelRole, ModelFacts]],
+    drawing: Iterable[str] = (),
+) -> Offer:
+    """Derive the offer from the models that are ready, and the names of those that draw."""
     loaded = tuple(ready)
     models = tuple(
         OfferedModel(
@@ -52,6 +57,11 @@ def make_offer(place: NodeFacts, ready: Iterable[tuple[ModelRole, ModelFacts]]) 
         )
         for role, facts in loaded
     )
+    tools = tuple(
+        # No number of our own: a node of the first protocol refuses messages with unknown roles.
+        OfferedModel(model_id=ModelId(name), role=CardRole.TOOL, capability=IMAGE)
+        for name in drawing
+    )
     return Offer(
         grpc_address=place.grpc_address,
         label=place.label,
@@ -61,7 +71,7 @@ def make_offer(place: NodeFacts, ready: Iterable[tuple[ModelRole, ModelFacts]]) 
         platform=place.platform,
         unified_memory_bytes=place.unified_memory_bytes,
         mlx_version=next((facts.mlx_version for _, facts in loaded), ""),
-        models=(*models, OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER)),
+        models=(*models, *tools, OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER)),
         ttl_s=place.ttl_s,
         is_careful=place.is_careful,
     )

@@ -257,6 +257,7 @@ def _card(card: Card, view: NodeView, *, is_own: bool) -> Json:
             {
                 "model_id": model.model_id,
                 "role": _role_name(model.role),
+                "capability": model.capability,
                 "quantization": model.quantization,
                 "tokens_per_second": model.tokens_per_second,
             }

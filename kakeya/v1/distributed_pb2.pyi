@@ -97,6 +97,7 @@ class ModelCapability(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     VOCABULARY_DIGEST_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     role: Global___CapabilityRole.ValueType
     quantization: _builtins.str
@@ -104,6 +105,10 @@ class ModelCapability(_message.Message):
     vocabulary_digest: _builtins.str
     """sha256 over the tokenizer's vocabulary, hex; drafts are only asked of models that share the
     verifier's. "" = unknown (a node without this extension).
+    """
+    capability: _builtins.str
+    """What a model in the role TOOL does, by the name of its capability: "image". "" = another role,
+    or a node without this extension.
     """
     def __init__(
         self,
@@ -113,10 +118,11 @@ class ModelCapability(_message.Message):
         quantization: _builtins.str = ...,
         tokens_per_second: _builtins.float = ...,
         vocabulary_digest: _builtins.str = ...,
+        capability: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "quantization", b"quantization", "role", b"role", "tokens_per_second", b"tokens_per_second", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "model_id", b"model_id", "quantization", b"quantization", "role", b"role", "tokens_per_second", b"tokens_per_second", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -244,6 +244,7 @@ class ToyEmbedder:
             nested_sizes=self.nested_sizes,
         )
         self.asked: list[list[list[int]]] = []
+        self.priorities: list[GenerationPriority] = []
         self.cancelled = asyncio.Event()
         self.started = asyncio.Event()
 
@@ -253,6 +254,7 @@ class ToyEmbedder:
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
     ) -> ModelFacts:
+        self.priorities.append(priority)
         return self.facts
 
     async def embed(

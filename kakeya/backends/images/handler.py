@@ -152,6 +152,10 @@ class ImageModels:
             for spec in drawing
         }
 
+    def offered(self) -> tuple[str, ...]:
+        """List the models of which a request would be served now."""
+        return tuple(model_id for model_id, model in self.by_id.items() if model.can_serve)
+
 
 def _pipeline(backend: object) -> ResidentPipeline:
     if not isinstance(backend, ResidentPipeline):

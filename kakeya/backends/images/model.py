@@ -26,9 +26,10 @@ from kakeya.generation.facts import ModelState
 from kakeya.generation.image import DrawnImage, ImageRequest, Tell
 from kakeya.generation.manifest import Category
 from kakeya.generation.progress import LoadProgress
+from kakeya.generation.request import GenerationPriority
 from kakeya.generation.spec import ModelSpec
 from kakeya.generation.waiting import RequestWait, WaitReason, WaitTeller
-from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.api import MemoryArbiter, Terms
 from kakeya.memory.arbiter.capability import progress_to, report_progress
 from kakeya.memory.arbiter.resident import State
 
@@ -110,6 +111,13 @@ class ResidentPipeline:
         return ModelState.LOADING if is_loading else ModelState.READY
 
     @property
+    def can_serve(self) -> bool:
+        """Whether a request at this moment would be served."""
+        if self.state is ModelState.UNLOADED:
+            return self._memory.would_grant(IMAGE, self.model_id, self._terms())
+        return self.state is not ModelState.FAILED
+
+    @property
     def last_error(self) -> str:
         """Why the last load failed, in one sentence; "" = it did not, or long ago."""
         return self._reason if self._pause_s > 0 else ""
@@ -135,11 +143,7 @@ class ResidentPipeline:
         line = WaitTeller(self.waits_for)
         if wait is not None:
             wait.ask = partial(self._told, line)
-        terms = replace(
-            terms_within(self._setup.patience_s, request.priority),
-            may_displace_text=self.manifest.may_displace_text,
-            wait=line,
-        )
+        terms = replace(self._terms(request.priority), wait=line)
         self._asking += 1
         try:
             async with self._memory.acquire(IMAGE, self.model_id, terms) as handle:
@@ -260,6 +264,10 @@ class ResidentPipeline:
     @property
     def _pause_s(self) -> float:
         return self._failed_until_mono - self._clock.mono()
+
+    def _terms(self, priority: GenerationPriority = GenerationPriority.NORMAL) -> Terms:
+        terms = terms_within(self._setup.patience_s, priority)
+        return replace(terms, may_displace_text=self.manifest.may_displace_text)
 
     def _told(self, line: WaitTeller) -> RequestWait | None:
         """For what a request waits, with how far the load is."""

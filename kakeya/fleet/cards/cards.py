@@ -106,13 +106,15 @@ def is_liars(dropped: Mapping[CardFault, int]) -> bool:
 
 
 class OfferedModel(NamedTuple):
-    """One model in one role; 0 tokens per second = not measured. A tuple: thousands are read."""
+    """One model in one role; 0 tokens per second = not measured. `capability` tells what one in the
+    role TOOL does. A tuple: thousands are read."""
 
     model_id: ModelId
     role: int
     quantization: str = ""
     tokens_per_second: float = 0.0
     vocabulary_digest: str = ""
+    capability: str = ""
 
 
 class Endpoint(NamedTuple):
@@ -311,8 +313,8 @@ def fault_of(card: Card, now: float, *, is_beating: bool = False) -> CardFault |
 
 def _fault_of_content(card: Card) -> CardFault | None:
     texts = [card.grpc_address, card.ring_address, card.platform, card.mlx_version]
-    for model_id, _, quantization, _, vocabulary_digest in card.models:
-        texts += (model_id, quantization, vocabulary_digest)
+    for model_id, _, quantization, _, vocabulary_digest, capability in card.models:
+        texts += (model_id, quantization, vocabulary_digest, capability)
     for address, network, _, _ in card.endpoints:
         texts += (address, network)
     if _is_any_longer(texts, MAX_STRING_BYTES):

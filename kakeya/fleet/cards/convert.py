@@ -267,6 +267,7 @@ def _model_from_wire(model: pb.ModelCapability) -> OfferedModel:
         model.quantization,
         _positive(model.tokens_per_second),
         model.vocabulary_digest,
+        model.capability,
     )
 
 
@@ -365,6 +366,7 @@ def _models_to_wire(models: Sequence[OfferedModel]) -> list[pb.ModelCapability]:
             quantization=model.quantization,
             tokens_per_second=model.tokens_per_second,
             vocabulary_digest=model.vocabulary_digest,
+            capability=model.capability,
         )
         for model in models
     ]

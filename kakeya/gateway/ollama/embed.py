@@ -36,7 +36,7 @@ def embed_body(asked: EmbeddingRequest, made: Embedded) -> bytes:
     """The answer."""
     return compact(
         {
-            "model": asked.model,
+            "model": made.model_id,
             "embeddings": [numbers_of(vector) for vector in made.vectors],
             "prompt_eval_count": made.tokens,
         }

@@ -39,6 +39,7 @@ from kakeya.gateway.http.fields import (
 from kakeya.gateway.openai.generation_params import MODEL, MOST_INT
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import USERS, read_user, share_of
+from kakeya.generation.request import GenerationPriority
 from kakeya.generation.waiting import WaitTeller
 
 MAX_INPUTS = 2048
@@ -102,7 +103,7 @@ def embedding_body(asked: EmbeddingRequest, made: Embedded) -> bytes:
                 {"object": "embedding", "index": index, "embedding": write(vector)}
                 for index, vector in enumerate(made.vectors)
             ],
-            "model": asked.model,
+            "model": made.model_id,
             "usage": {"prompt_tokens": made.tokens, "total_tokens": made.tokens},
         }
     )
@@ -159,8 +160,13 @@ class EmbeddingRoute:
             return self._parse(body), fields
 
         asked, fields = await read_request(scope, receive, embeddings.limits, read)
-        model = embeddings.find(asked.model)
-        share = share_of(fields.named(scope), scope)
+        caller = fields.named(scope, has_priority=True)
+        name, profile = embeddings.meant(asked.model, caller, scope)
+        priority = fields.urgency(scope)
+        if priority is None:
+            priority = profile.spec.priority
+        model = embeddings.find(name)
+        share = share_of(caller, scope)
         with embeddings.admitted(share, asked.user):
             async with Connection(
                 receive,
@@ -177,6 +183,7 @@ class EmbeddingRoute:
                     names=asked.name,
                     share=share,
                     user=asked.user,
+                    priority=GenerationPriority.NORMAL if priority is None else priority,
                 )
                 if sum(map(len, made.vectors)) > 4 * _OFFLOAD_NUMBERS:
                     answer = await asyncio.to_thread(self._write, asked, made)

@@ -19,6 +19,7 @@ from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
 from kakeya.generation.facts import ModelState
 from kakeya.generation.image import ImageRequest
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.waiting import WaitTeller
 from kakeya.memory.arbiter.events import EngineKilled, Evicted
@@ -172,6 +173,21 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_at_once(
         with pytest.raises(PeerUnavailable, match="its weights are broken") as paused:
             await world.image.draw(FOX, silent)
         assert 1 <= (paused.value.retry_after_s or 0) <= 30
+
+
+async def test_it_is_offered_while_a_request_would_be_served(
+    tmp_path: Path, short_path: Path
+) -> None:
+    async with image_world(tmp_path, short_path, budget=120 * MIB) as world:
+        assert world.image.can_serve
+        async with world.arbiter.acquire(TEXT, "words"):
+            assert not world.image.can_serve, "it may not take the room of text"
+        world.image.manifest = Manifest(may_displace_text=True)
+        assert world.image.can_serve
+        (tmp_path / "fox" / "broken").touch()
+        with pytest.raises(LoadFailed):
+            await world.image.draw(FOX, silent)
+        assert not world.image.can_serve
 
 
 async def test_without_leave_an_image_model_displaces_no_text_model(

@@ -83,7 +83,7 @@ def _of_size(field: str, size: int) -> bytes:
         case "card":
             rest = size - card.ByteSize() - 5  # two bytes of tag, three of length: not known here
             return card.SerializeToString() + b"\xfa\x3f" + varint(rest, 3) + bytes(rest)
-        case "model_id" | "quantization" | "vocabulary_digest":
+        case "model_id" | "quantization" | "vocabulary_digest" | "capability":
             setattr(card.models[0], field, "x" * size)
         case "address" | "network":
             setattr(way, field, f"{'h' * (size - 2)}:1" if field == "address" else "x" * size)
@@ -112,6 +112,7 @@ def varint(value: int, length: int) -> bytes:
         ("model_id", 256, CardFault.BAD_STRING),
         ("quantization", 256, CardFault.BAD_STRING),
         ("vocabulary_digest", 256, CardFault.BAD_STRING),
+        ("capability", 256, CardFault.BAD_STRING),
         ("network", 256, CardFault.BAD_STRING),
         ("address", 255, CardFault.BAD_ADDRESS),
     ],

@@ -24,6 +24,7 @@ models = st.builds(
     text,
     st.floats(0, 1e9),
     text,
+    text,
 )
 compatibilities = st.builds(
     lambda model_id, tokens: pb.CacheCompatibility(

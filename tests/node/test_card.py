@@ -1,0 +1,29 @@
+"""The offer of a node: which models stand on its card, and as what."""
+
+from __future__ import annotations
+
+from kakeya.fleet.cards.cards import CardRole
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.spec import ModelRole
+from kakeya.node.card import NodeFacts, make_offer
+
+PLACE = NodeFacts(
+    grpc_address="10.0.0.1:1", platform="linux", unified_memory_bytes=1 << 30, ttl_s=120.0
+)
+
+
+def test_models_stand_in_their_roles_and_those_that_draw_as_tools_with_a_capability() -> None:
+    words = ModelFacts(
+        model_id="words",
+        model_path="/words",
+        vocab_size=9,
+        context_tokens=9,
+        eos_token_ids=(),
+        quantization="4bit",
+    )
+    offer = make_offer(PLACE, [(ModelRole.VERIFIER, words)], ["painter"])
+    assert [(one.model_id, one.role, one.capability) for one in offer.models] == [
+        ("words", CardRole.VERIFIER, ""),
+        ("painter", CardRole.TOOL, "image"),
+        ("ngram", CardRole.PROPOSER, ""),
+    ]
