@@ -216,8 +216,8 @@ class ImageWorker:
             async with asyncio.timeout(wait_s):
                 while (await self._next()).kind not in ("done", "error"):
                     pass
-        except PeerUnavailable:
-            pass
+        except (PeerUnavailable, MemoryRefused):
+            pass  # it has ended
         except BaseException as problem:
             self.end = "it did not stop a request that was cancelled"
             self._process.kill("did not stop a request that was cancelled")

@@ -73,6 +73,7 @@ class ImageHandler:
             footprint = await asyncio.to_thread(resident_bytes, await model.open()) or 0
         except BaseException:
             self._guard.remove(worker)
+            await model.close()
             raise
         self._guarded[model_key] = worker
         estimate = size.estimate
