@@ -195,3 +195,17 @@ async def test_a_cancelled_load_leaves_nothing(tmp_path: Path, short_path: Path)
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert [*short_path.iterdir()] == []
+
+
+async def test_a_request_that_was_cancelled_stays_so_where_its_worker_is_killed_for_its_memory(
+    tmp_path: Path, short_path: Path
+) -> None:
+    async with worker(tmp_path, short_path) as drawing:
+        task = await begun(drawing, "hang")
+        task.cancel()
+        await asyncio.sleep(0)
+        drawing.kill("grew to 9 GiB")
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(MemoryRefused, match="it grew to 9 GiB; ask for a smaller image"):
+            await drawing.draw(ImageRequest(prompt="a fox", seed=1), lambda *_: None)
