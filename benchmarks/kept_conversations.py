@@ -14,6 +14,7 @@ Loads are not counted in, but told beside. No KV is on disk in the sweep.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import tempfile
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.eight_agents import engine_of, words
 from benchmarks.models import NAMED, any_model, sized_model
-from benchmarks.nodes import StreamedAnswer, streamed
+from benchmarks.nodes import StreamedAnswer, request, streamed
 from benchmarks.report import emit, median
 from kakeya.backends.sizes import FIRST_KV_TOKENS, lease_size
 from kakeya.cli.child import NodeProcess
@@ -33,9 +34,9 @@ from kakeya.memory.estimate.estimate import estimate_model
 
 CONVERSATIONS, WORDS = 1 if NAMED else 3, 3650
 DOCUMENTS, DOCUMENT_WORDS, READERS = 32, 140 if NAMED else 1830, 4
-KV_MB, SPARE_MB = (320, 128) if NAMED else (96, 32)
+KV_MB, SPARE_MB = (320, 448) if NAMED else (96, 32)
 """Memory for kept KV: of the conversations, and of a few of the documents; and for the engine."""
-OTHER_MB = 250 if NAMED else 60
+OTHER_MB = 500 if NAMED else 60
 MOST_AFTER_SWAP, MOST_AFTER_SWEEP = 0.1, 1.5
 
 
@@ -58,7 +59,9 @@ def ask(address: str, model: str, prompt: str, priority: str) -> StreamedAnswer:
     }
     answer = streamed(address, body)
     if answer.is_lost:
-        raise RuntimeError(f"{model}: status {answer.status}, {answer.text!r}")
+        status = json.loads(request(address, "GET", "/api/v1/status", None)[1])
+        events = status["memory"]["last_events"]
+        raise RuntimeError(f"{model}: status {answer.status}, {answer.text!r}, {events}")
     return answer
 
 

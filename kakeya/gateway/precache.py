@@ -37,7 +37,7 @@ from kakeya.gateway.openai.requests import PROMPTS
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.openai.tools import TOOLS
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.manifest import thinking_args
+from kakeya.generation.manifest import GivenTemplate, thinking_args
 from kakeya.generation.model import ServedModel
 from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.names.keys import CacheKeys, PromptSegment, hash_stable_prefix, resolve_key
@@ -177,7 +177,7 @@ class PrecacheRoute:
         self,
         asked: PrecacheRequest,
         facts: ModelFacts,
-        template: str | None,
+        template: GivenTemplate | None,
         thinks: Mapping[str, object],
     ) -> Sequence[int]:
         """The prefix in ids, as its requests will have it written: `thinks` says to the template
