@@ -82,20 +82,15 @@ class ImageWorker:
             folder = await asyncio.to_thread(SocketFolder, sockets)
             stack.push_async_callback(asyncio.to_thread, folder.remove)
             socket = folder.next_socket()
-            links = asyncio.Queue[_Link]()
-            server = await asyncio.start_unix_server(
-                lambda reader, writer: links.put_nowait((reader, writer)),
-                path=socket,
-                limit=MAX_HEAD_BYTES,
-            )
+            links = stack.enter_context(_Links())
+            server = await asyncio.start_unix_server(links.add, path=socket, limit=MAX_HEAD_BYTES)
             stack.callback(server.close)
             process = await EngineProcess.start(name, command, socket, on_progress=on_progress)
             stack.push_async_callback(process.aclose, STOP_GRACE_S)
             on_process(process)
             try:
                 async with asyncio.timeout(timeout_s):
-                    link = await _first(links.get(), process, name)
-                    stack.callback(link[1].close)
+                    link = await _first(links.made.get(), process, name)
                     worker = cls(name, process, link, clock=clock, on_end=on_end)
                     await worker._loaded()
             except TimeoutError:
@@ -223,6 +218,31 @@ class ImageWorker:
             self._process.kill("did not stop a request that was cancelled")
             if not isinstance(problem, TimeoutError):
                 raise
+
+
+class _Links:
+    """The links that a worker makes: one. All are closed at the end, also one that comes later."""
+
+    def __init__(self) -> None:
+        self.made: asyncio.Queue[_Link] = asyncio.Queue()
+        self._writers: list[asyncio.StreamWriter] = []
+        self._is_over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        for writer in self._writers:
+            writer.close()
+
+    def add(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take a link."""
+        if self._is_over:
+            writer.close()
+            return
+        self._writers.append(writer)
+        self.made.put_nowait((reader, writer))
 
 
 async def _first(
