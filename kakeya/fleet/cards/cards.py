@@ -6,15 +6,12 @@ so fields that this build cannot read survive it. Cards of one owner order total
     incarnation (starts of the owner)  >  life  >  stamp (its clock)  >  digest of the bytes
 
 The largest wins, hence merges commute, associate and repeat without effect, ties included. Of two
-lives in one incarnation, which are two processes with one id, the smaller number wins everywhere
-and for good, so no view alternates between them.
+lives in one incarnation, two processes with one id, the smaller number wins everywhere for good.
 
-The last card of a life says that it leaves. It ends this life only: another life's card stays, and
-comes back in its place.
+The last card of a life says that it leaves: another life's card stays, and takes its place again.
 
-A card shows the offer of its owner; the owner's beats (`beats.py`) show that it lives, and only for
-owners without beats the card's own stamp does. Values and predicates only: no clock, no wire format
-(`convert.py`), no memory (`registry.py`).
+A card shows its owner's offer; the owner's beats (`beats.py`) show that it lives, or else the card's
+stamp. Values and predicates only: no clock, no wire format (`convert.py`).
 """
 
 from __future__ import annotations
@@ -106,15 +103,14 @@ def is_liars(dropped: Mapping[CardFault, int]) -> bool:
 
 
 class OfferedModel(NamedTuple):
-    """One model in one role; 0 tokens per second = not measured. `capability` tells what one in the
-    role TOOL does. A tuple: thousands are read."""
+    """One model in one role; 0 tokens per second = not measured. A tuple: thousands are read."""
 
     model_id: ModelId
     role: int
     quantization: str = ""
     tokens_per_second: float = 0.0
     vocabulary_digest: str = ""
-    capability: str = ""
+    capability: str = ""  # of one in the role TOOL
 
 
 class Endpoint(NamedTuple):
