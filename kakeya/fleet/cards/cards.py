@@ -10,8 +10,8 @@ lives in one incarnation, two processes with one id, the smaller number wins eve
 
 The last card of a life says that it leaves: another life's card stays, and takes its place again.
 
-A card shows its owner's offer; the owner's beats (`beats.py`) show that it lives, or else the card's
-stamp. Values and predicates only: no clock, no wire format (`convert.py`).
+A card shows its owner's offer; the owner's beats (`beats.py`) show that it lives, or else the stamp
+of the card. Values and predicates only: no clock, no wire format (`convert.py`).
 """
 
 from __future__ import annotations
