@@ -101,12 +101,13 @@ class Continuation:
         return len(self._request.token_ids) + len(self._committed)
 
     def _commit(self, token_ids: tuple[int, ...], now: float) -> None:
-        self._committed.extend(token_ids)
-        if len(self._committed) > self._request.max_tokens:
+        tokens = len(self._committed) + len(token_ids)
+        if tokens > self._request.max_tokens:
             raise PeerProtocol(
-                f"the engine committed {len(self._committed)} tokens, "
+                f"the engine committed {tokens} tokens, "
                 f"asked for at most {self._request.max_tokens}"
             )
+        self._committed.extend(token_ids)
         self._steps += 1
         if self.losses:
             self.losses.clear()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kakeya.core.errors import KakeyaError, NotFound, PeerError, Refused
+from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.dispatch.peers.neighbours import ServingPeers
+from kakeya.dispatch.routed.route import ELSEWHERE, offering
 from kakeya.fleet.cards.cards import CardRole
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.manifest import NO_MANIFEST, Manifest
@@ -20,6 +21,8 @@ class RoutedEmbedder:
     def __init__(self, model_id: str, peers: ServingPeers) -> None:
         self._model_id = model_id
         self._peers = peers
+        self._told: ModelFacts | None = None
+        """The facts that its caller has: the texts are in these tokens."""
 
     @property
     def model_id(self) -> str:
@@ -44,6 +47,8 @@ class RoutedEmbedder:
     @property
     def facts(self) -> ModelFacts | None:
         """Those that a peer told; None before the first request."""
+        if self._told is not None:
+            return self._told
         known = self._peers.known(self._model_id, CardRole.EMBEDDER)
         return None if known is None else known.facts
 
@@ -62,17 +67,18 @@ class RoutedEmbedder:
         """The facts of a peer's model, its tokenizer brought here. Raises the peer's errors."""
         role = CardRole.EMBEDDER
         told = await self._peers.describe(self._model_id, "", timeout_s, priority, role=role)
-        return told.facts
+        self._told = told.facts
+        return self._told
 
     async def embed(
         self, texts: Sequence[Sequence[int]], *, size: int = 0, client: str = "", user: str = ""
     ) -> bytes:
         """See `EmbeddingModel`. Raises the last peer's error."""
         last: KakeyaError = NotFound(f"no node makes embeddings with {self._model_id} now")
-        for peer in self._peers.offering(self._model_id, CardRole.EMBEDDER):
+        for peer in offering(self._peers, self._model_id, self.facts, CardRole.EMBEDDER):
             try:
                 return await self._peers.calls(peer).embed(self._model_id, texts, size)
-            except (PeerError, Refused) as failure:
+            except ELSEWHERE as failure:
                 self._peers.failed(peer, failure)
                 last = failure
         raise last

@@ -11,25 +11,18 @@ committed tokens with a `Continuation`.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from kakeya.core.errors import (
-    Conflict,
-    KakeyaError,
-    LoadFailed,
-    NotFound,
-    PeerError,
-    Refused,
-    UnknownMethod,
-)
+from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import QuotedModel
 from kakeya.dispatch.routed.history import RouteHistory
-from kakeya.dispatch.routed.route import RequestRoute, facts_of, offering
+from kakeya.dispatch.routed.route import ELSEWHERE, RequestRoute, offering
 from kakeya.dispatch.routing.decision import RouteDecision
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
@@ -39,8 +32,6 @@ from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.waiting import RequestWait
 
 _log = logging.getLogger(__name__)
-_ELSEWHERE = (PeerError, Refused, Conflict, LoadFailed, NotFound, UnknownMethod)
-"""Failures of one node that say nothing of another."""
 
 
 class RoutedModel:
@@ -61,6 +52,8 @@ class RoutedModel:
         self._peers = peers
         self._history = history
         self._clock = history.clock
+        self._told: ModelFacts | None = None
+        """The facts that its caller has: the requests are in these tokens."""
         self.decisions: list[RouteDecision] = []
         """Of its generations, in order."""
 
@@ -93,8 +86,12 @@ class RoutedModel:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """Those of this node, or else of a peer that was asked."""
-        return facts_of(self._peers, self._model_id, self._own)
+        """Those that `ready` told, of this node, or of a peer that was asked."""
+        told = self._told or (None if self._own is None else self._own.facts)
+        if told is not None:
+            return told
+        known = self._peers.known(self._model_id)
+        return None if known is None else known.facts
 
     @property
     def folder(self) -> Path | None:
@@ -109,6 +106,10 @@ class RoutedModel:
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
     ) -> ModelFacts:
         """See `ServedModel`. Where a peer serves the model, nothing is loaded here."""
+        self._told = await self._ready(timeout_s, priority)
+        return self._told
+
+    async def _ready(self, timeout_s: float, priority: GenerationPriority) -> ModelFacts:
         own = self._own
         if own is not None and (own.facts is not None or not self._offering()):
             return own.facts or await own.ready(timeout_s, priority)
@@ -125,10 +126,13 @@ class RoutedModel:
         """See `ServedModel`. Raises the failure of the last node where no other can go on."""
         clock = self._clock
         job = Continuation(request, clock.mono())
-        route = RequestRoute(self._model_id, self._own, self._peers, self._history)
+        facts = self.facts
+        route = RequestRoute(
+            self._model_id, self._client, self._own, facts, self._peers, self._history
+        )
         while True:
+            decision, told = await route.decide(job)
             rest = job.rest(clock.mono())
-            decision, told = await route.decide(rest, has_begun=job.has_begun)
             self.decisions.append(decision)
             key = self._history.begin(told, decision)
             try:
@@ -142,7 +146,7 @@ class RoutedModel:
                             yield taken
                         if isinstance(taken, Done):
                             return
-            except _ELSEWHERE as failure:
+            except ELSEWHERE as failure:
                 job.interrupt()
                 route.lost(decision.node_id, failure)
                 event(
@@ -156,8 +160,8 @@ class RoutedModel:
                 )
             finally:
                 self._history.ledger.end(key, clock.mono())
-            facts = self.facts
-            if facts is not None and (done := job.finish(facts.context_tokens, clock.mono())):
+            most = sys.maxsize if facts is None else facts.context_tokens
+            if (done := job.finish(most, clock.mono())) is not None:
                 yield done
                 return
 
@@ -182,7 +186,7 @@ class RoutedModel:
     # Between the parts of this module
 
     def _offering(self) -> tuple[ServingPeer, ...]:
-        return offering(self._peers, self._model_id, self._own)
+        return offering(self._peers, self._model_id, self.facts)
 
     def _frames(
         self, node_id: str, route: RequestRoute, rest: DecodeRequest

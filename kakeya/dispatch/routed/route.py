@@ -4,9 +4,17 @@ of a node another one, for the tokens that are left."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 
-from kakeya.core.errors import KakeyaError, PeerError
+from kakeya.core.errors import (
+    Conflict,
+    KakeyaError,
+    LoadFailed,
+    NotFound,
+    PeerError,
+    Refused,
+)
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import Quote, QuotedModel, quote_of
@@ -19,9 +27,13 @@ from kakeya.dispatch.routing.candidate import (
     RoutedRequest,
 )
 from kakeya.dispatch.routing.decision import NoRoute, RouteDecision, choose
+from kakeya.fleet.cards.cards import CardRole, OfferedModel
+from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.request import DecodeRequest
 
+ELSEWHERE = (PeerError, Refused, Conflict, LoadFailed, NotFound)
+"""Failures of one node that say nothing of another."""
 RESUME_S = 30.0
 """How long a request that lost its node, or whose answer has begun, waits for one to go on."""
 RETRY_S = 0.5
@@ -33,40 +45,50 @@ _UNKNOWN_LOAD_S = 30.0
 
 
 def offering(
-    peers: ServingPeers, model_id: str, own: QuotedModel | None
+    peers: ServingPeers,
+    model_id: str,
+    facts: ModelFacts | None,
+    role: CardRole = CardRole.VERIFIER,
 ) -> tuple[ServingPeer, ...]:
-    """The peers that may serve a model, with the tokens of the own one where there is one."""
-    found = peers.offering(model_id)
-    facts = None if own is None else own.facts
-    if facts is None or not facts.vocabulary_digest:
-        return found
-    same = ("", facts.vocabulary_digest)
-    return tuple(peer for peer in found if peer.offered.vocabulary_digest in same)
+    """The peers that may serve a model, with the vocabulary of `facts` where these are known."""
+    return tuple(
+        peer for peer in peers.offering(model_id, role) if _has_words_of(facts, peer.offered)
+    )
 
 
-def facts_of(peers: ServingPeers, model_id: str, own: QuotedModel | None) -> ModelFacts | None:
-    """The facts of the own model, or else of a peer's that was asked."""
-    if own is not None and own.facts is not None:
-        return own.facts
-    known = peers.known(model_id)
-    return None if known is None else known.facts
+def _has_words_of(facts: ModelFacts | None, other: ModelFacts | OfferedModel | None) -> bool:
+    """Whether token ids mean the same, as far as is known."""
+    if facts is None or other is None:
+        return True
+    ours, theirs = facts.vocabulary_digest, other.vocabulary_digest
+    return ours == theirs or not ours or not theirs
 
 
 class RequestRoute:
     """The way of one generation through the fleet."""
 
     def __init__(
-        self, model_id: str, own: QuotedModel | None, peers: ServingPeers, history: RouteHistory
+        self,
+        model_id: str,
+        client: str,
+        own: QuotedModel | None,
+        facts: ModelFacts | None,
+        peers: ServingPeers,
+        history: RouteHistory,
     ) -> None:
-        """`own` is the model of this node with this name; None = it has none."""
+        """`own` is the model of this node with this name, None = it has none; the request is in
+        the tokens of `facts`."""
         self._model_id = model_id
+        self._client = client
         self._own = own
+        self._facts = facts
         self._peers = peers
         self._history = history
         self._clock = history.clock
         self._live: dict[str, ServingPeer] = {}
         self._quotes: dict[str, Quote] = {}
         self._lost: dict[str, str] = {}
+        self._lost_last = ""
         self._losses = 0
         self._last: KakeyaError | None = None
         self._weights = ""
@@ -84,22 +106,21 @@ class RequestRoute:
     def lost(self, node_id: str, failure: KakeyaError) -> None:
         """Note that a node did not finish the request."""
         self._lost[node_id] = failure.message
+        self._lost_last = node_id
         self._losses += 1
         self._last = failure
         if (peer := self._live.get(node_id)) is not None:
             self._peers.failed(peer, failure)
 
-    async def decide(
-        self, rest: DecodeRequest, *, has_begun: bool
-    ) -> tuple[RouteDecision, RoutedRequest]:
-        """Choose a node. Raises the last failure, or NoRoute, where none can serve the request."""
-        if self._last is not None:
-            if self._losses >= _MOST_LOSSES:
-                raise self._last
-            self._history.moved += 1
-        is_patient = has_begun or isinstance(self._last, PeerError)
-        until_mono = self._clock.mono() + (RESUME_S if is_patient else 0.0)
+    async def decide(self, job: Continuation) -> tuple[RouteDecision, RoutedRequest]:
+        """Choose a node for what is left of a request. Raises the last failure, or NoRoute, where
+        none can serve it."""
+        if self._last is not None and self._losses >= _MOST_LOSSES:
+            raise self._last
+        began_mono = self._clock.mono()
+        until_mono = began_mono + self._patience_s(job, job.rest(began_mono))
         while True:
+            rest = job.rest(self._clock.mono())
             told = self._told(rest)
             try:
                 decision = choose(told, await self._candidates(rest, told))
@@ -111,10 +132,18 @@ class RequestRoute:
                     raise failure from None
                 await self._clock.sleep(RETRY_S)
                 continue
+            if self._lost_last not in ("", decision.node_id):
+                self._history.moved += 1
             return decision, told
 
+    def _patience_s(self, job: Continuation, rest: DecodeRequest) -> float:
+        """How long to wait for a node, at most until the request's deadline."""
+        if not (job.has_begun or isinstance(self._last, PeerError)):
+            return 0.0
+        return RESUME_S if rest.deadline_s is None else min(RESUME_S, rest.deadline_s)
+
     def _told(self, rest: DecodeRequest) -> RoutedRequest:
-        facts = facts_of(self._peers, self._model_id, self._own)
+        facts = self._facts
         block = max(_LEAST_BLOCK_TOKENS, facts.kv_block_tokens if facts is not None else 0)
         return RoutedRequest(
             prompt_tokens=len(rest.token_ids),
@@ -131,7 +160,7 @@ class RequestRoute:
     async def _candidates(
         self, rest: DecodeRequest, told: RoutedRequest
     ) -> Sequence[RouteCandidate]:
-        offered = offering(self._peers, self._model_id, self._own)
+        offered = offering(self._peers, self._model_id, self._facts)
         left = [peer for peer in offered if peer.node_id not in self._lost]
         own_id = self._peers.own_id
         has_own = self._own is not None and own_id not in self._lost
@@ -142,17 +171,29 @@ class RequestRoute:
         answers: Mapping[str, Quote | str] = {}
         if peers:
             answers = await self._peers.quotes(
-                peers, self._model_id, rest.client, rest.token_ids, rest.cuts
+                peers, self._model_id, self._client, rest.token_ids, rest.cuts
             )
         found: list[RouteCandidate] = []
         if self._own is not None and has_own:
-            quote = quote_of(self._own, rest.token_ids, rest.cuts)
+            quote: Quote | str = quote_of(self._own, rest.token_ids, rest.cuts)
+            if not _has_words_of(self._facts, self._own.facts):
+                quote = "its vocabulary is not that of the prompt"
             found.append(self._candidate(own_id, quote, None))
         for peer in peers:
             answer = answers.get(peer.node_id, "it was not asked: too many nodes have the model")
             found.append(self._candidate(peer.node_id, answer, peer))
+        if all(one.unfit for one in found):
+            # A node that would refuse now may let the request wait: it knows best.
+            found = [
+                replace(one, unfit="") if one.unfit == self._refusal(one.node_id) else one
+                for one in found
+            ]
         found += [RouteCandidate(node_id=one, unfit=why) for one, why in self._lost.items()]
         return self._history.ledger.corrected(told, found, self._clock.mono())
+
+    def _refusal(self, node_id: str) -> str:
+        quote = self._quotes.get(node_id)
+        return "" if quote is None else quote.refusal
 
     def _candidate(
         self, node_id: str, quote: Quote | str, peer: ServingPeer | None

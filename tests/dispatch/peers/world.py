@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -77,8 +77,9 @@ class QuotedToy(HashServedModel):
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
         if self.fails is not None:
             raise self.fails
-        async for frame in super().decode(request):
-            yield frame
+        async with aclosing(super().decode(request)) as frames:
+            async for frame in frames:
+                yield frame
 
 
 @dataclass
@@ -105,12 +106,12 @@ class ToyModels:
 
     def get(self, model_id: str, client: str = "") -> QuotedToy:
         name, _, adapter = model_id.partition(":")
-        if adapter and client != "owner":
-            raise Denied(f"{model_id} is of another client")
         if any(one.model_id == name for one in self.encoders):
             raise InvalidArgument(f"{model_id} makes vectors")
         for model in self.models:
             if name in ("", model.model_id):
+                if adapter and client != "owner":
+                    raise Denied(f"{model_id} is of another client")
                 model.clients.append(client)
                 return model
         raise NotFound(f"no model {model_id!r} is served here")

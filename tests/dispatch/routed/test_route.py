@@ -1,0 +1,141 @@
+"""What a decision is made on: the nodes that are asked, and what is known of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from kakeya.core.errors import PeerUnavailable
+from kakeya.dispatch.routed.history import RouteHistory
+from kakeya.dispatch.routed.route import RequestRoute
+from kakeya.dispatch.routing.decision import NoRoute
+from kakeya.generation.continuation import Continuation
+from kakeya.generation.facts import ModelFacts, ModelState, RequestLoad
+from kakeya.generation.frames import Tokens
+from kakeya.generation.request import DecodeRequest
+from tests.dispatch.peers.world import facts_of
+from tests.dispatch.routed.world import OWN, Shelf
+from tests.fakes import FakeClock
+
+
+def route_of(shelf: Shelf, facts: ModelFacts | None = None) -> RequestRoute:
+    facts = facts or facts_of()
+    return RequestRoute("toy", "owner", shelf.own, facts, shelf.fleet, shelf.history)  # type: ignore[arg-type]
+
+
+def job_of(tokens: int = 3, **others: object) -> Continuation:
+    request = DecodeRequest(token_ids=range(tokens), max_tokens=9, **others)  # type: ignore[arg-type]
+    return Continuation(request, 1000.0)
+
+
+async def test_the_estimates_are_made_of_quotes() -> None:
+    shelf = Shelf()
+    shelf.node("left").model.load = RequestLoad(decoding=1, waiting=2, waiting_tokens=500)
+    shelf.node("right").model.held = 900
+    decision, told = await route_of(shelf).decide(job_of(1000))
+    assert (told.prompt_tokens, told.output_tokens) == (1000, 9)
+    right, left = decision.estimates
+    assert (right.node_id, right.warm_tokens) == ("right", 900)
+    assert right.prefill_s == pytest.approx(0.1)
+    assert left.wait_s > 0.5
+
+
+async def test_a_model_that_was_never_loaded_comes_behind_one_that_serves() -> None:
+    shelf = Shelf()
+    left = shelf.node("left").model
+    left.state, left.facts, left.load_s = ModelState.UNLOADED, None, None
+    decision, _ = await route_of(shelf).decide(job_of())
+    assert [one.node_id for one in decision.estimates] == ["right", "left"]
+    assert decision.estimates[1].load_s == 30.0
+    left.load_s = 2.0
+    decision, _ = await route_of(shelf).decide(job_of())
+    assert decision.estimates[1].load_s == 2.0
+
+
+@pytest.mark.parametrize("own", [False, True])
+async def test_a_node_in_doubt_is_asked_only_where_no_other_has_the_model(own: bool) -> None:
+    shelf = Shelf(own=own)
+    shelf.node("left").is_suspect = True
+    await route_of(shelf).decide(job_of())
+    assert shelf.node("left").quoted == []
+    shelf.node("right").is_suspect = True
+    decision, _ = await route_of(shelf).decide(job_of())
+    assert bool(shelf.node("left").quoted) is not own
+    assert decision.node_id == (OWN if own else "left")
+
+
+async def test_a_node_that_does_not_quote_is_left_out_with_its_words() -> None:
+    shelf = Shelf()
+    shelf.node("left").quote_fails = "left: it drains"
+    decision, _ = await route_of(shelf).decide(job_of())
+    assert decision.node_id == "right"
+    assert decision.unfit == (("left", "left: it drains"),)
+    shelf.node("right").quote_fails = "right: it drains"
+    with pytest.raises(NoRoute, match="left: left: it drains; right: right: it drains"):
+        await route_of(shelf).decide(job_of())
+
+
+async def test_an_own_model_of_other_words_is_left_out() -> None:
+    """It was loaded after a peer had told how the prompt is written."""
+    shelf = Shelf(own=True)
+    assert shelf.own is not None
+    shelf.own.facts = facts_of(vocabulary_digest="other words")
+    decision, _ = await route_of(shelf).decide(job_of())
+    assert decision.node_id == "left"
+    assert dict(decision.unfit) == {OWN: "its vocabulary is not that of the prompt"}
+
+
+async def test_the_blocks_of_a_prompt_name_all_before_them() -> None:
+    shelf = Shelf()
+    route = route_of(shelf, facts_of(kv_block_tokens=64))
+    _, one = await route.decide(job_of(200))
+    _, longer = await route.decide(job_of(300))
+    _, other = await route.decide(
+        Continuation(DecodeRequest(token_ids=[7, *range(1, 200)], max_tokens=9), 0.0)
+    )
+    assert len(one.blocks) == 3
+    assert longer.blocks[:3] == one.blocks
+    assert not set(other.blocks) & set(one.blocks)
+    assert one.block_tokens == 64
+    _, small = await route_of(shelf, facts_of(kv_block_tokens=0)).decide(job_of(200))
+    assert small.block_tokens == 64
+
+
+async def test_requests_at_once_do_not_all_go_to_the_node_that_was_idle() -> None:
+    shelf, taken = Shelf(), []
+    for first in range(4):
+        prompt = [first, *range(2000)]
+        job = Continuation(DecodeRequest(token_ids=prompt, max_tokens=9), 1000.0)
+        decision, told = await route_of(shelf).decide(job)
+        shelf.history.begin(told, decision)
+        taken.append(decision.node_id)
+    assert taken == ["left", "right", "left", "right"]
+
+
+async def test_weights_are_those_of_the_first_node_with_a_token() -> None:
+    shelf = Shelf(("left", "right", "third"))
+    shelf.told("right", base_fingerprint="others")
+    route, job = route_of(shelf), job_of()
+    first, _ = await route.decide(job)
+    assert first.node_id == "left"
+    job.take(Tokens(token_ids=(1,)), 1000.0)
+    route.began_at("left")
+    job.interrupt()
+    route.lost("left", PeerUnavailable("it is gone"))
+    second, _ = await route.decide(job)
+    assert second.node_id == "third"
+    assert dict(second.unfit)["right"] == "its weights are not those that began the answer"
+
+
+def test_only_so_many_conversations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kakeya.dispatch.routed import history
+    from kakeya.dispatch.routing.candidate import RouteCandidate, RoutedRequest
+    from kakeya.dispatch.routing.decision import choose
+
+    monkeypatch.setattr(history, "_MOST_CONVERSATIONS", 2)
+    known = RouteHistory(FakeClock())
+    for name in ("c1", "c2", "c1", "c3"):
+        request = RoutedRequest(prompt_tokens=1, conversation=name)
+        known.begin(request, choose(request, [RouteCandidate(node_id="left")]))
+    assert [known.last_node(name) for name in ("c1", "c2", "c3", "")] == ["left", "", "left", ""]
+    figures = {figure.name: figure for figure in known.figures()}
+    assert len(figures) == 2
