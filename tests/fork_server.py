@@ -10,7 +10,8 @@ same. Any other command starts as it does elsewhere, and so do all in scripts/so
 
 A child is thus the child of the process that asked for it, which waits for it and signals it. It
 has the files, folder, environment, session, arguments and command line that `exec` would have given
-it. A node gets a server of its own, forked before it runs, for its engines.
+it. A node gets a server of its own, forked before it runs, for its engines; so does what starts
+nodes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ IMPORTS = (
 FORKED = ("kakeya.cli.main", "kakeya.node.", "tests.")
 MEASURED = ("tests.backends.images.",)
 """Not forked: tests compare the memory of such a child with what it allocates."""
-HAS_CHILDREN = "kakeya.node.daemon"
+HAS_CHILDREN = ("kakeya.node.daemon", "tests.cli.child_demo")
 IN_NAMESPACE = ["ip", "netns", "exec"]
 """What comes before the name of a network namespace and the command that runs in it."""
 SHAPES_IMPORTS = ("PYTHON", "LD_", "MALLOC_", "OPENBLAS", "OMP_", "MLX_", "HF_", "TRANSFORMERS")
@@ -241,7 +242,7 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     server = None
     if request["namespace"]:
         _enter(request["namespace"])
-    if module == HAS_CHILDREN:
+    if module in HAS_CHILDREN:
         server, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not os.fork():
             server.close()

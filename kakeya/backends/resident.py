@@ -32,6 +32,7 @@ from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.failures import ModelFailures
 from kakeya.backends.llama.plan import text_source
+from kakeya.backends.run_times import RunTimes
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms, terms_within
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
@@ -53,7 +54,6 @@ from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
 from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
-from kakeya.memory.arbiter.runner import Timings
 from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.prefix.request.exchange import PrefixExchange
 
@@ -64,8 +64,6 @@ CAPABILITY_OF = {
     ModelRole.PROPOSER: DRAFT,
     ModelRole.EMBEDDER: EMBED,
 }
-_PROMPTS_KEPT_S = 3600.0
-"""For so long the seconds from the begin of a generation to its first token count in estimates."""
 
 
 class ResidentModel:
@@ -90,7 +88,7 @@ class ResidentModel:
         self.failures = ModelFailures(spec.model_id, clock.mono)
         self._earlier_restarts = 0
         self._asking = 0
-        self._prompts = Timings(_PROMPTS_KEPT_S)
+        self._runs = RunTimes()
         self._attempts: WeakSet[Attempt] = WeakSet()
         self._is_expected = True
         self._is_settled = False
@@ -286,15 +284,15 @@ class ResidentModel:
             exchange=self._exchange,
             adapter=adapter,
             patience_s=self._patience_s,
-            on_usage=partial(self.used, request.priority),
+            on_usage=partial(self.used, request),
         )
         self._attempts.add(attempt)
         return attempt.frames()
 
-    def used(self, priority: GenerationPriority, usage: Usage) -> None:
+    def used(self, request: DecodeRequest, usage: Usage) -> None:
         """Note what a whole generation took."""
-        if priority is not GenerationPriority.SPECULATIVE:  # such prompts rest in between
-            self._prompts.add(usage.prefill_s, self._clock.mono())
+        if request.priority is not GenerationPriority.SPECULATIVE:  # such prompts rest in between
+            self._runs.add(request, usage.total_s, self._clock.mono())
         self.on_usage(usage)
 
     def _exchange(self, request: DecodeRequest) -> PrefixExchange | None:
@@ -305,7 +303,7 @@ class ResidentModel:
         """Hold the model's engine for a request; wait for it until the request's deadline."""
         terms = decode_terms(request)
         if request.deadline_s is not None:
-            terms = replace(terms, run_s=self._prompts.longest_s(self._clock.mono()) or 0.0)
+            terms = replace(terms, run_s=self._runs.longest_s(request, self._clock.mono()))
         async with self.lend(terms) as backend:
             with self._run():
                 try:

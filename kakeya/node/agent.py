@@ -204,6 +204,7 @@ class Agent:
             self._pages,
             self._precache,
             data_dir=self._folder,
+            wait_s=self._config.chosen.wait_s,
             dispatch=self._memory.dispatch,
             on_drain=self._changed.set,
             health=self._health,

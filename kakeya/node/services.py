@@ -66,6 +66,7 @@ class Services:
         precache: NodePrecache,
         *,
         data_dir: Path,
+        wait_s: float,
         dispatch: Callable[[str, int | None], str],
         on_drain: Callable[[], None],
         health: NodeHealth,
@@ -80,7 +81,9 @@ class Services:
             is_secured=plane.security is not None,
             route=plane.routes.address_for,
         )
-        limits = SessionLimits(capacity=sessions.capacity, idle_ttl_s=sessions.idle_ttl_s)
+        limits = SessionLimits(
+            capacity=sessions.capacity, idle_ttl_s=sessions.idle_ttl_s, model_wait_s=wait_s
+        )
         self.clients = Clients(clock.mono)
         texts = TextFiles(data_dir / TEXTS)
         self.routes = RouteHistory(clock)

@@ -29,10 +29,12 @@ from kakeya.generation.frames import Done, Progress, StopReason, Tokens
 from kakeya.generation.model import DraftRouter, ModelDirectory
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
+from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.seam import NoPrecache, Precache, PrefixClaim, read_metadata
 from kakeya.sessions.parameters import read_parameters
 from kakeya.sessions.session import Session
 from kakeya.sessions.store import SessionCounts, SessionStore
+from kakeya.sessions.wait_metadata import WaitMetadata
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer
 from kakeya.wire.security import CLIENT_NAME
@@ -210,9 +212,9 @@ class RuntimeService(RuntimeServiceServicer):
             raise Refused(f"this node takes no new sessions: {self._draining}")
         model = self._models.get(request.model_id, client)
         self._store.check_room()
-        wait_s = self._store.limits.model_wait_s
-        most_s = wait_s if time_left_s is None else min(wait_s, time_left_s)
-        facts = await model.ready(most_s, priority)
+        most_s = self._store.limits.model_wait_s if time_left_s is None else time_left_s
+        async with WaitMetadata(context, WaitTeller(model.waits_for), self._clock):
+            facts = await model.ready(most_s, priority)
         session = self._store.create(
             model,
             facts,
@@ -231,7 +233,8 @@ class RuntimeService(RuntimeServiceServicer):
             claim = _claim(session, context)
             # A conversation keeps its KV though it opens a session for each turn.
             session.kv_key = self._precache.kv_key(claim) or session.session_id
-            await self._truncate(session, parameters.max_tokens, context)
+            wait = WaitMetadata(context, teller := WaitTeller(session.model.waits_for), self._clock)
+            has_begun = await self._truncate(session, parameters.max_tokens, context)
             cuts = claim.use.cuts(session.history_length)
             asked = DecodeRequest(
                 token_ids=session.history,
@@ -245,9 +248,13 @@ class RuntimeService(RuntimeServiceServicer):
                 priority=priority,
                 kv_retention=claim.use.retention or Retention.LONG,
                 cuts=cuts,
+                wait=teller,
             )
             try:
-                done, committed = await self._stream(session, asked, context)
+                async with AsyncExitStack() as held:
+                    if not has_begun:
+                        await held.enter_async_context(wait)
+                    done, committed = await self._stream(session, asked, context, wait)
             except InvariantBroken as broken:
                 _log_failure(session, broken)
                 await session.model.release(session.kv_key)
@@ -272,16 +279,18 @@ class RuntimeService(RuntimeServiceServicer):
                 async with asyncio.timeout(CONFLICT_PATIENCE_S):
                     await session.idle.wait()
 
-    async def _truncate(self, session: Session, max_tokens: int, context: Context) -> None:
+    async def _truncate(self, session: Session, max_tokens: int, context: Context) -> bool:
+        """Cut the history to its window; True = it was, and the client was told."""
         dropped = session.truncate(max_tokens)
         if dropped:
             self._truncations += 1
             _log_cut(session, dropped)
             truncated = pb.HistoryTruncated(dropped_token_count=dropped)
             await context.write(pb.GenerateResponse(truncated=truncated))
+        return bool(dropped)
 
     async def _stream(
-        self, session: Session, asked: DecodeRequest, context: Context
+        self, session: Session, asked: DecodeRequest, context: Context, wait: WaitMetadata
     ) -> tuple[Done, int]:
         before, committed = session.history_length, 0
         async with AsyncExitStack() as held:
@@ -290,6 +299,7 @@ class RuntimeService(RuntimeServiceServicer):
             async for frame in frames:
                 if not use.has_begun:
                     use.begin()
+                    await wait.over()
                 match frame:
                     case Tokens():
                         for token_id in frame.token_ids:

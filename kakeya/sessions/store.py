@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kakeya.core.clock import Clock
 from kakeya.core.errors import CapacityExhausted, Conflict, InvariantBroken, NotFound, Refused
 from kakeya.core.ids import SessionId, draw_id
+from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.model import ServedModel
 from kakeya.sessions.session import Session, window_for
@@ -36,8 +37,8 @@ class SessionLimits:
     once the window is full, every turn cuts the history and computes sink and window anew, and the
     log says so each time."""
     sweep_interval_s: float = 15.0
-    model_wait_s: float = 10.0
-    """How long CreateSession waits for a model that is loading."""
+    model_wait_s: float = WAIT_S
+    """How long CreateSession waits for its model, where its call has no deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -44,7 +45,7 @@ async def test_a_first_load_waits_at_the_urgency_of_its_request() -> None:
         await asyncio.gather(*waits, return_exceptions=True)
 
 
-async def test_a_deadline_counts_the_load_and_the_slowest_prompts_of_late() -> None:
+async def test_a_deadline_counts_the_load_and_the_slowest_answers_of_its_length() -> None:
     clock = ManualClock()
     toy = Toy()
     async with MemoryArbiter(budget=150, clock=clock) as memory:
@@ -60,8 +61,15 @@ async def test_a_deadline_counts_the_load_and_the_slowest_prompts_of_late() -> N
         await until(lambda: not memory.status().residents)
 
         request = DecodeRequest(token_ids=[1], max_tokens=1, deadline_s=21.0)
-        for seconds, priority in ((4.0, request.priority), (30.0, GenerationPriority.SPECULATIVE)):
-            model.used(priority, Usage(prefill_s=seconds))
+        used = {
+            3.0: request,
+            4.0: replace(request, token_ids=[1, 2], max_tokens=2),
+            30.0: replace(request, token_ids=[1, 2, 3]),
+            31.0: replace(request, max_tokens=3),
+            32.0: replace(request, priority=GenerationPriority.SPECULATIVE),
+        }
+        for seconds, earlier in used.items():
+            model.used(earlier, Usage(total_s=seconds))
         with pytest.raises(ModelLoading, match=r"20 s to load and 4 s to answer.*is 21 s") as late:
             async with model.lend_for(request):
                 pass

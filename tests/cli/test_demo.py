@@ -11,13 +11,6 @@ import pytest
 
 from tests.node.nodes import run_cli
 
-SHORT = """
-import sys
-from kakeya.cli import demo
-demo.ROUNDS, demo.PROMPT_TOKENS, demo.NEW_TOKENS = 1, 128, 48
-sys.exit(demo.run_demo(as_json=True))
-"""
-
 
 def check(ended: subprocess.CompletedProcess[str], *, has_time: bool) -> None:
     assert ended.returncode == 0, ended.stderr
@@ -39,7 +32,7 @@ def check(ended: subprocess.CompletedProcess[str], *, has_time: bool) -> None:
 
 def test_the_demo_shows_identical_output_in_every_mode() -> None:
     """Two real nodes and every row of the table, each from one short run."""
-    command = [sys.executable, "-c", SHORT]
+    command = [sys.executable, "-m", "tests.cli.child_demo"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     check(ended, has_time=False)
 

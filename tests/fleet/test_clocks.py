@@ -15,7 +15,7 @@ from tests.fleet.talk import INTERVAL_S, Party, Town, ToyTrust, exchange, make_p
 from tests.laws import seeds
 
 SKEWS_S = (1.0, -1.0, 30.0, -30.0, 119.0, -119.0, 3600.0, -3600.0)
-SEEDS = seeds(20, first=2)
+SEEDS = seeds(20, first=1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -46,7 +46,7 @@ def _assert_nobody_absent(found: Findings) -> None:
         pytest.param(0.0, HOUR_S, marks=MANY),
         pytest.param(0.1, HOUR_S, marks=MANY),
         pytest.param(0.3, HOUR_S, marks=MANY),
-        (0.3, 600.0),
+        (0.3, 300.0),
     ],
 )
 def test_nobody_of_ten_is_falsely_absent(loss: float, seconds: float) -> None:
@@ -59,7 +59,7 @@ def test_nobody_of_ten_is_falsely_absent(loss: float, seconds: float) -> None:
         pytest.param(100, 0.0, HOUR_S, marks=MANY),
         pytest.param(100, 0.1, HOUR_S, marks=MANY),
         pytest.param(100, 0.3, HOUR_S, marks=MANY),
-        (40, 0.3, 150.0),
+        (25, 0.3, 150.0),
     ],
 )
 def test_nobody_of_many_is_falsely_absent(nodes: int, loss: float, seconds: float) -> None:
@@ -94,8 +94,8 @@ def test_nodes_that_come_and_go_are_neither_missed_nor_seen_for_long(seconds: fl
 @pytest.mark.parametrize(
     ("nodes", "seeds"),
     [
-        (10, 2),
-        (25, 1),
+        (10, 1),
+        pytest.param(25, 1, marks=MANY),
         pytest.param(10, 20, marks=MANY),
         pytest.param(25, 5, marks=MANY),
         pytest.param(100, 20, marks=MANY),
@@ -114,13 +114,13 @@ def test_with_one_peer_a_round_news_takes_longer() -> None:
 
 
 def test_a_fleet_that_starts_knowing_one_address_each_finds_itself() -> None:
-    assert max(cold_rounds(Case(nodes=25), seed) for seed in range(2)) <= 8
+    assert cold_rounds(Case(nodes=25), 1) <= 8
 
 
 @pytest.mark.parametrize(
     ("nodes", "partition_s", "seeds"),
     [
-        (10, 150.0, 2),
+        (10, 150.0, 1),
         pytest.param(10, 600.0, 20, marks=MANY),
         pytest.param(50, 600.0, 20, marks=MANY),
     ],
@@ -228,7 +228,9 @@ def test_a_leaver_is_gone_from_all_views_in_ten_seconds_and_a_round() -> None:
 # --- clocks
 
 
-@pytest.mark.parametrize("skew_s", [1.0, 30.0, 119.0, 3600.0])
+@pytest.mark.parametrize(
+    "skew_s", [pytest.param(1.0, marks=MANY), pytest.param(30.0, marks=MANY), 119.0, 3600.0]
+)
 def test_wrong_clocks_hide_nobody_and_raise_no_dead(skew_s: float) -> None:
     """Row 9: clocks up to so much ahead or behind; one node is killed."""
 
@@ -246,7 +248,7 @@ def test_wrong_clocks_hide_nobody_and_raise_no_dead(skew_s: float) -> None:
     _tell(story, count=5, skews_s=[skew_s if i % 2 else -skew_s for i in range(5)])
 
 
-@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0, 365 * 86400.0])
+@pytest.mark.parametrize("jump_s", [-3600.0, pytest.param(3600.0, marks=MANY), 365 * 86400.0])
 def test_a_clock_that_jumps_hides_nobody(jump_s: float) -> None:
     """Rows 10 and 11: back an hour, ahead an hour and a year, and right again ten minutes later.
 

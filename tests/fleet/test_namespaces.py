@@ -174,8 +174,9 @@ def test_a_node_that_slept_doubts_everybody_before_it_believes_anybody(tmp_path:
         assert time.monotonic() - woke < 20
 
 
-@pytest.mark.alone
-def test_the_cable_is_used_lost_told_and_taken_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slack", [pytest.param(1, marks=pytest.mark.slow), 10])
+def test_the_cable_is_used_lost_told_and_taken_back(tmp_path: Path, slack: int) -> None:
+    """Within its seconds on a quiet machine; beside other tests in ten times as many."""
     with (
         netns.network(2, thunderbolt=True) as (one, two),
         planes(tmp_path, (one, two)) as (n1, n2),
@@ -186,12 +187,12 @@ def test_the_cable_is_used_lost_told_and_taken_back(tmp_path: Path) -> None:
         def n1_uses(address: str) -> bool:
             return bool(n1.view()["addresses"]["n2"] == address)
 
-        within(10, lambda: n1_uses(by_cable))
+        within(10 * slack, lambda: n1_uses(by_cable))
         assert n1.view()["downgrades"] == 0
 
         two.unplug("thunderbolt0")
-        within(6, lambda: n1_uses(by_switch))
-        within(10, lambda: n1.view()["downgrades"] == 1)
+        within(6 * slack, lambda: n1_uses(by_switch))
+        within(10 * slack, lambda: n1.view()["downgrades"] == 1)
         assert n1.view()["downgraded"] == ["n2"]
         assert n2.sees("n1")
         log = n1.log_file.read_text()
@@ -199,8 +200,8 @@ def test_the_cable_is_used_lost_told_and_taken_back(tmp_path: Path) -> None:
         assert "thunderbolt" in log
 
         two.plug("thunderbolt0")
-        within(REPROBE_S + 5, lambda: n1_uses(by_cable))
-        within(5, lambda: n1.view()["downgraded"] == [])
+        within((REPROBE_S + 5) * slack, lambda: n1_uses(by_cable))
+        within(5 * slack, lambda: n1.view()["downgraded"] == [])
         assert n1.view()["downgrades"] == 1
         assert n1.view()["suspects"] == []
 

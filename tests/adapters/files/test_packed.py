@@ -28,6 +28,7 @@ from tests.adapters.adapter_folders import (
     tiny_arrays,
     write_adapter,
 )
+from tests.laws import law
 
 A, B = "model.layers.0.self_attn.q_proj.lora_a", "model.layers.0.self_attn.q_proj.lora_b"
 _FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -94,7 +95,7 @@ def test_arrays_lie_aligned_and_are_not_copied(tmp_path: Path) -> None:
             assert not array.flags.writeable
 
 
-@settings(max_examples=200, deadline=None)
+@law(1200)
 @given(
     hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=12), elements=_FINITE)
 )

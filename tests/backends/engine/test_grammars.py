@@ -24,14 +24,14 @@ from tests.gateway.test_real_engine import command
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "minLength": 600, "maxLength": 700},
+        "name": {"type": "string", "minLength": 250, "maxLength": 300},
         "kind": {"enum": ["cat", "dog"]},
     },
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
 SAMPLING = Sampling(temperature=1.0, seed=3, presence_penalty=1.0, repetition_penalty=1.2)
-REQUEST = DecodeRequest(token_ids=[5, 300, 301], max_tokens=900, sampling=SAMPLING)
+REQUEST = DecodeRequest(token_ids=[5, 300, 301], max_tokens=450, sampling=SAMPLING)
 FOLLOWED = replace(REQUEST, grammar=grammar_of(SCHEMA), draft_sources=(DraftSource(kind="ngram"),))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, Refused
@@ -52,7 +52,7 @@ offers = st.builds(
 
 
 @given(offer=offers, node_id=text, incarnation=st.integers(0, 2**64 - 1), at=finite)
-@settings(max_examples=300, deadline=None)
+@law(1200)
 def test_an_offer_survives_the_wire(
     offer: Offer, node_id: str, incarnation: int, at: float
 ) -> None:
@@ -90,7 +90,7 @@ def test_a_card_of_a_node_without_our_extensions_is_read() -> None:
 
 
 @given(wires=st.lists(st.binary(max_size=300), max_size=20))
-@settings(max_examples=200, deadline=None)
+@law(1200)
 def test_split_undoes_join(wires: list[bytes]) -> None:
     assert split_cards(join_cards(wires)) == wires
 

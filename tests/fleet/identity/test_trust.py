@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import ConfigError
@@ -20,6 +20,7 @@ from kakeya.fleet.identity.seal import seal
 from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.wire.security import CertRole
+from tests.laws import law
 
 NOW = 1_700_000_000.0
 ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -168,7 +169,7 @@ def test_even_the_owner_signs_once_and_shows_one_certificate() -> None:
     assert fault(sealed_by(ALICE, body + other)) is CardFault.FORGED
 
 
-@settings(max_examples=300, deadline=None)
+@law(1200)
 @given(st.binary(max_size=300))
 def test_no_bytes_make_the_seal_raise(wire: bytes) -> None:
     trust = FleetTrust(FIRST)

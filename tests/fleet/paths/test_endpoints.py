@@ -20,6 +20,7 @@ from kakeya.fleet.paths.endpoints import (
     RouteBook,
     RouteChange,
 )
+from tests.laws import law
 
 NODE = NodeId("peer")
 CABLE = Endpoint("169.254.1.2:50051", "thunderbolt", 10)
@@ -81,7 +82,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(max_examples=400, deadline=None)
+@law(1200)
 def test_a_failed_way_is_never_chosen_while_another_works(
     happened: list[tuple[str, bool, float]],
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import NotFound, PlacementError
@@ -13,6 +13,7 @@ from kakeya.core.units import GIB
 from kakeya.fleet.cards.cards import Card
 from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_decode_placement
 from tests.fleet.nodes import NOW, make_card, proposer, verifier
+from tests.laws import law
 
 
 def _plan(*cards: Card, **options: object) -> SpecDecodePlacement:
@@ -143,7 +144,7 @@ cards = st.builds(
 
 
 @given(view=st.lists(cards, max_size=6, unique_by=lambda c: c.node_id), seed=st.integers(0, 99))
-@settings(max_examples=200, deadline=None)
+@law(1200)
 def test_the_same_view_gives_the_same_plan_on_every_node(view: list[Card], seed: int) -> None:
     shuffled = list(view)
     random.Random(seed).shuffle(shuffled)

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, KakeyaError
@@ -14,6 +14,7 @@ from kakeya.fleet.gossip.messages import decode_beats, encode_beats
 from kakeya.fleet.view.beats import MAX_BEATS, Beats, Chain, leads_to, no_beats
 from kakeya.v1 import fleet_pb2 as pb
 from tests.fleet.talk import ToyTrust, card_of, exchange, make_party
+from tests.laws import law
 
 
 def test_a_chain_proves_every_beat_from_every_earlier_one_and_from_no_later_one() -> None:
@@ -44,7 +45,7 @@ def make_beats(*entries: tuple[int, int, float, int]) -> Beats:
     ages=st.lists(st.floats(0, 4e8), min_size=30, max_size=30),
     has_proofs=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@law(1200)
 def test_columns_survive_the_wire_and_no_age_shrinks(
     keys: list[int], numbers: list[int], ages: list[float], has_proofs: bool
 ) -> None:

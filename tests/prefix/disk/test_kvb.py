@@ -28,6 +28,7 @@ from kakeya.prefix.disk.kvb import (
     write_block,
     written_bytes,
 )
+from tests.laws import law
 from tests.prefix.disk.world import Made, block_of
 
 ids = st.binary(min_size=32, max_size=32)
@@ -96,7 +97,7 @@ def test_a_payload_lies_aligned_behind_its_header() -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@law(1200)
 def test_a_flip_of_any_byte_is_found(data: st.DataObject) -> None:
     whole = bytearray(written(block_of(size=data.draw(st.sampled_from([1, 64, 500])))))
     at = data.draw(st.integers(0, len(whole) - 1))
