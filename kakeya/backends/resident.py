@@ -220,7 +220,11 @@ class ResidentModel:
     @property
     def load(self) -> RequestLoad:
         """The generations that hold the model or wait for it."""
-        left = [attempt.job.prompt_left for attempt in self._attempts if attempt.is_held]
+        left = [
+            attempt.job.prompt_left(self.held_tokens)
+            for attempt in self._attempts
+            if attempt.is_held
+        ]
         waiting = [tokens for tokens in left if tokens]
         return RequestLoad(
             decoding=len(left) - len(waiting), waiting=len(waiting), waiting_tokens=sum(waiting)

@@ -10,6 +10,7 @@ token: it goes on over a death before that token, and an engine after it gets no
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -44,11 +45,13 @@ class Continuation:
         """How many tokens were committed."""
         return len(self._committed)
 
-    @property
-    def prompt_left(self) -> int:
-        """Tokens of the prompt that are left to compute, as the last engine tells; 0 = the answer
-        has begun."""
-        return 0 if self._committed else len(self._request.token_ids) - self._computed
+    def prompt_left(self, held: Callable[[Sequence[int], Sequence[int]], int]) -> int:
+        """Tokens of the prompt that are left to compute, as the last engine tells, and before it
+        does, as `held` tells of a history and its cuts; 0 = the answer has begun."""
+        if self._committed:
+            return 0
+        tokens = self._request.token_ids
+        return max(1, len(tokens) - (self._computed or held(tokens, self._request.cuts)))
 
     def take(self, frame: Frame, now: float) -> Frame | None:
         """Record a frame and return it as the caller should see it; None hides it.

@@ -118,3 +118,19 @@ def test_an_engine_that_commits_too_much_is_a_broken_peer():
     job = Continuation(DecodeRequest(token_ids=[1], max_tokens=1), 0.0)
     with pytest.raises(PeerProtocol, match="committed 2 tokens, asked for at most 1"):
         job.take(Tokens(token_ids=(5, 6)), 0.0)
+
+
+def test_of_a_prompt_that_waits_only_what_is_not_held_is_left_to_compute():
+    job = Continuation(DecodeRequest(token_ids=range(100), max_tokens=9, cuts=(40,)), 0.0)
+
+    def held(tokens, cuts) -> int:
+        assert (len(tokens), cuts) == (100, (40,))
+        return 90
+
+    assert job.prompt_left(held) == 10
+    job.take(Progress(computed_tokens=96, total_tokens=100), 0.0)
+    assert job.prompt_left(held) == 4
+    job.take(Progress(computed_tokens=100, total_tokens=100), 0.0)
+    assert job.prompt_left(held) == 1, "it waits for its first token"
+    job.take(Tokens(token_ids=(5,)), 0.0)
+    assert job.prompt_left(held) == 0

@@ -15,8 +15,8 @@ what it leaves them, counts too:
     later     prompts that come meanwhile wait for its prompt: with `u` seconds of prompts before it
               and `x` of its own, those that come within them do so for u x + x^2 / 2 in all
     places    it takes one of the places, the dearer the more of them are taken
-    copy      less: a prefix that conversations share, and that is warm elsewhere, serves them here
-              from now on; the more of them want it at once, the more it is worth
+    copy      a credit, below 0: a prefix that conversations share, and that is warm elsewhere,
+              serves them here from now on; the more want it at once, the more it is worth
 
 `later` and `places` are what queueing theory asks for a request that is sent to one of many queues
 (Krishnan 1990; Hyytia, Penttinen, Aalto 2012): by how much the expected delay of all others grows.
@@ -86,7 +86,7 @@ class RouteEstimate:
     def score_s(self) -> float:
         """What nodes are compared by; the least is the best."""
         own = self.first_s + DECODE_SHARE * self.decode_s
-        return own + self.rows_s + self.later_s + self.places_s - self.copy_s
+        return own + self.rows_s + self.later_s + self.places_s + self.copy_s
 
     def describe(self) -> Json:
         """For receipts and `kakeya explain`."""
@@ -131,7 +131,7 @@ def _estimate(
         rows_s=DECODE_SHARE * _rows_s(request, speed, rows, own_s),
         later_s=LATER_SHARE * _followers(node) * own_s * (wait_s + own_s / 2),
         places_s=_places_s(node, decode_s),
-        copy_s=_copy_s(request, nodes, warm + fetched, own_s, prefill_rate),
+        copy_s=-_copy_s(request, nodes, warm + fetched, own_s, prefill_rate),
         warm_tokens=warm,
         fetched_tokens=fetched,
     )
