@@ -38,6 +38,7 @@ from kakeya.core.errors import (
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.generation.config import WAIT_S
+from kakeya.generation.place_rate import PlaceRate
 
 _log = logging.getLogger(__name__)
 Lend = Callable[[str], AbstractAsyncContextManager[AdapterEngine]]
@@ -84,6 +85,7 @@ class SlotQueue:
         self._wake = asyncio.Event()
         self._prefetch: tuple[Move, ...] = ()
         self._warming = 0
+        self._rate = PlaceRate(clock.mono)
         self._short = 0, 0.0  # no more slots than these, until this time
         self.slots = 0
         """The most slots of the engine that was last seen, or those that its memory allows."""
@@ -116,8 +118,10 @@ class SlotQueue:
         if self.waiting >= MAX_WAITING:
             raise QueueFull(
                 f"{self.waiting} requests wait for adapters of {self._base}, which is the limit",
-                retry_after_s=1.0,
+                retry_after_s=self._rate.retry_after_s(),
             )
+        if self.waiting == MAX_WAITING - 1:
+            self._rate.full()
         waiter = _Waiter(adapter, self._clock.mono(), is_following=is_following)
         adapter.waiting += 1
         try:
@@ -141,6 +145,7 @@ class SlotQueue:
             raise
         finally:
             adapter.waiting -= 1
+            self._rate.freed(is_full=self.waiting >= MAX_WAITING - 1)
 
     def released(self) -> None:
         """Note that a lease ended: a slot may have come free."""

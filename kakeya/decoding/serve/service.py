@@ -25,6 +25,7 @@ from kakeya.core.log import event
 from kakeya.decoding.draft.convert import check_sizes, draft_to_wire, prefix_from_wire
 from kakeya.decoding.draft.proposer import BlockProposer, Draft, Proposer, as_proposer
 from kakeya.decoding.ngram.ngram import NGramProposer
+from kakeya.generation.place_rate import PlaceRate
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
 from kakeya.wire.status import abort
@@ -153,6 +154,7 @@ class ProposerQueue:
         self._clock = clock
         self._limit = limit
         self._taken = 0
+        self._rate = PlaceRate(clock.mono)
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"draft-{model_id}")
         self._job: asyncio.Future[Draft] | None = None
@@ -168,9 +170,11 @@ class ProposerQueue:
         if self._taken > self._limit:
             raise QueueFull(
                 f"proposer {self._model_id!r} has {self._limit} requests waiting; ask another one",
-                retry_after_s=1,
+                retry_after_s=self._rate.retry_after_s(),
             )
         self._taken += 1
+        if self._taken > self._limit:
+            self._rate.full()
         try:
             async with self._turn:
                 if self._job is not None and not self._job.done():
@@ -180,6 +184,7 @@ class ProposerQueue:
                     raise DeadlineExceeded("the deadline passed before the request had its turn")
                 return await self._work(request, prefix)
         finally:
+            self._rate.freed(is_full=self._taken > self._limit)
             self._taken -= 1
 
     async def _work(self, request: pb.ProposeBlockRequest, prefix: list[int]) -> Draft:

@@ -31,6 +31,7 @@ from kakeya.decoding.serve.service import (
     ProposerService,
     failures_end,
 )
+from kakeya.generation.place_rate import PlaceRate
 from kakeya.v1.distributed_pb2 import ProposeBlockRequest
 from kakeya.v1.drafts_pb2 import DraftStreamRequest, DraftStreamResponse
 from kakeya.v1.drafts_pb2_grpc import DraftStreamServiceServicer
@@ -66,6 +67,7 @@ class DraftStreamService(DraftStreamServiceServicer):
         self._clock = clock or SystemClock()
         self._limits = limits or StreamLimits()
         self._streams: Counter[str] = Counter()
+        self._rate = PlaceRate(self._clock.mono)
         self.held_tokens = 0  # in the texts of all streams
         self._silences: set[asyncio.Timeout] = set()
         self._is_draining = False
@@ -92,19 +94,26 @@ class DraftStreamService(DraftStreamServiceServicer):
     @contextmanager
     def _seat(self, peer: str) -> Iterator[None]:
         limits, open_of_peer = self._limits, self._streams[peer]
-        if self.streams >= limits.streams or open_of_peer >= limits.streams_per_peer:
+        if self._is_full(peer):
             raise QueueFull(
                 f"this node drafts on {self.streams} streams, {open_of_peer} of them of {peer}, "
                 f"and takes {limits.streams}, {limits.streams_per_peer} of one peer",
-                retry_after_s=1.0,
+                retry_after_s=self._rate.retry_after_s(),
             )
         self._streams[peer] += 1
+        if self._is_full(peer):
+            self._rate.full()
         try:
             yield
         finally:
+            self._rate.freed(is_full=self._is_full(peer))
             self._streams[peer] -= 1
             if not self._streams[peer]:
                 del self._streams[peer]
+
+    def _is_full(self, peer: str) -> bool:
+        limits = self._limits
+        return self.streams >= limits.streams or self._streams[peer] >= limits.streams_per_peer
 
     async def _serve(self, requests: Requests, context: Context) -> None:
         message = await self._next(requests)

@@ -35,6 +35,7 @@ from kakeya.core.errors import (
     Unauthenticated,
 )
 from kakeya.core.units import MIB, format_bytes
+from kakeya.generation.place_rate import PlaceRate
 from kakeya.prefix.names.blocks import ID_BYTES, BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
 from kakeya.prefix.peers.auth import FleetKey
@@ -101,6 +102,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
         self._limits = limits or ServiceLimits()
         self._chunk_bytes = chunk_bytes
         self._streams: Counter[str] = Counter()
+        self._rate = PlaceRate(clock.mono)
         self._hashes: OrderedDict[tuple[BlockId, int], bytes] = OrderedDict()
         self.leases = BlockLeases(draw, lease_limits)
         self.epoch = 0
@@ -233,20 +235,27 @@ class PrefillCacheService(PrefillCacheServiceServicer):
 
     # --- serving
 
+    def _is_full(self, caller: str) -> bool:
+        limits, own = self._limits, self._streams[caller]
+        return self._streams.total() >= limits.streams or own >= limits.streams_per_caller
+
     @contextmanager
     def _seat(self, caller: str) -> Iterator[None]:
         limits, own = self._limits, self._streams[caller]
-        if self._streams.total() >= limits.streams or own >= limits.streams_per_caller:
+        if self._is_full(caller):
             raise QueueFull(
                 f"{self._streams.total()} streams of blocks are open, {own} of them to {caller}; "
                 f"there may be {limits.streams}, {limits.streams_per_caller} to one caller",
-                retry_after_s=1.0,
+                retry_after_s=self._rate.retry_after_s(),
             )
         self._streams[caller] += 1
+        if self._is_full(caller):
+            self._rate.full()
         self._count(fetches=1)
         try:
             yield
         finally:
+            self._rate.freed(is_full=self._is_full(caller))
             self._streams[caller] -= 1
             if not self._streams[caller]:
                 del self._streams[caller]

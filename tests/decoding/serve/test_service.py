@@ -8,15 +8,17 @@ import grpc
 import grpc.aio
 import pytest
 
-from kakeya.core.errors import InvalidArgument, PeerUnavailable
+from kakeya.core.errors import InvalidArgument, PeerUnavailable, QueueFull
 from kakeya.core.units import pack_ids
 from kakeya.decoding.draft.convert import MAX_PREFIX_TOKENS
 from kakeya.decoding.draft.proposer import BlockProposal, Draft, Proposer
 from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import AsyncDrafter, ProposerService
+from kakeya.decoding.serve.stream_service import DraftStreamService, StreamLimits
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
 from tests.decoding.toys import ToyProposer
+from tests.memory.worlds import ManualClock
 from tests.waiting import until
 
 REPEATING = [1, 2, 3, 1, 2, 3]
@@ -370,3 +372,20 @@ async def test_a_long_prefix_goes_to_a_thread_and_gives_the_same_draft(serve):
     assert list(response.token_ids) == [4, 5]
     response = await stub.ProposeBlock(ask([*prefix, 4], size=2))
     assert list(response.token_ids) == [5, 6]
+
+
+def test_a_stream_beyond_the_bound_is_told_when_one_is_expected_to_end() -> None:
+    clock = ManualClock()
+    service = DraftStreamService(
+        ProposerService(clock=clock), clock=clock, limits=StreamLimits(streams=1)
+    )
+    for _ in range(3):
+        with service._seat("mini-1"):
+            clock.advance(7)
+    with (
+        service._seat("mini-1"),
+        pytest.raises(QueueFull) as refused,
+        service._seat("mini-2"),
+    ):
+        pass
+    assert refused.value.retry_after_s == 7
