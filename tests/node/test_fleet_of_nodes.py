@@ -157,10 +157,10 @@ async def test_what_cannot_be_meant_has_the_right_status(verifier: NodeProcess) 
             assert len([token async for token in session.generate(4)]) == 4
 
 
-async def test_a_node_that_only_drafts_says_so(drafter: NodeProcess) -> None:
-    async with Client(drafter.grpc) as client:
-        with pytest.raises(NotFound, match="--model"):
-            await client.create_session()
+async def test_a_node_that_only_drafts_has_others_decode(
+    verifier: NodeProcess, drafter: NodeProcess
+) -> None:
+    assert await generate(drafter, "off") == await generate(verifier, "off")
 
 
 async def test_the_command_line_over_a_running_fleet(
