@@ -109,6 +109,17 @@ def test_any_losses_of_nodes_give_the_tokens_of_an_undisturbed_run_and_none_twic
     assert shelf.left_over() == 0
 
 
+async def test_nothing_follows_a_stop_token_though_its_node_is_lost_before_the_end() -> None:
+    """The node that told the facts of the model is no longer there to tell them."""
+    shelf = Shelf()
+    wanted = expected(PROMPT, 5)[0]
+    shelf.lose(Loss(BEFORE_END, FOR_GOOD))
+    *others, done = await frames_of(shelf, asked(stop_token_ids=frozenset({wanted[-1]})))
+    assert (ids(others), shelf.fleet.tries) == (wanted, ["left"])
+    assert isinstance(done, Done)
+    assert done.reason is StopReason.STOP_TOKEN
+
+
 # --- which node may go on
 
 
