@@ -265,6 +265,14 @@ class Engines:
             if model.facts is not None and model.can_serve
         )
 
+    def unloaded(self) -> tuple[tuple[ModelRole, str], ...]:
+        """List the models that were never loaded, and that a request would bring to memory now."""
+        return tuple(
+            (model.role, model.model_id)
+            for model in self._models.values()
+            if model.facts is None and model.role is not ModelRole.PROPOSER and model.can_serve
+        )
+
     def _changed(self, model: ResidentModel) -> None:
         facts = model.facts
         is_slow = model.state is ModelState.READY and facts and not facts.blas_accelerated

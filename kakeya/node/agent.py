@@ -358,7 +358,12 @@ class Agent:
             ttl_s=self._config.fleet.ttl_s,
             is_careful=self._memory.is_careful,
         )
-        return make_offer(place, self._engines.offered(), self._memory.images.offered())
+        return make_offer(
+            place,
+            self._engines.offered(),
+            self._memory.images.offered(),
+            self._engines.unloaded(),
+        )
 
     async def _follow_changes(self) -> None:
         """After each change, update the drafters, the card, the health and the state on disk."""

@@ -1,8 +1,8 @@
 """The offer of this node to the fleet: a pure view of the models that it would serve now.
 
-A model is offered while a request for it would be served: it is in memory, or it would get room and
-is an image model, or one that was loaded before. N-grams are always offered. Stamps and sending are
-not done here.
+A model is offered while a request for it would be served: it is in memory, or it would get room.
+Of one that was never loaded only the name is told. N-grams are always offered. Stamps and sending
+are not done here.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def make_offer(
     place: NodeFacts,
     ready: Iterable[tuple[ModelRole, ModelFacts]],
     drawing: Iterable[str] = (),
+    unloaded: Iterable[tuple[ModelRole, str]] = (),
 ) -> Offer:
-    """Derive the offer from the models that are ready, and the names of those that draw."""
+    """Derive the offer from the models that were loaded, and the names of those that draw and of
+    those that were never loaded."""
     loaded = tuple(ready)
     models = tuple(
         OfferedModel(
@@ -56,6 +58,9 @@ def make_offer(
             vocabulary_digest=facts.vocabulary_digest,
         )
         for role, facts in loaded
+    )
+    cold = tuple(
+        OfferedModel(model_id=ModelId(name), role=_CARD_ROLES[role]) for role, name in unloaded
     )
     tools = tuple(
         # No number of our own: a node of the first protocol refuses messages with unknown roles.
@@ -71,7 +76,7 @@ def make_offer(
         platform=place.platform,
         unified_memory_bytes=place.unified_memory_bytes,
         mlx_version=next((facts.mlx_version for _, facts in loaded), ""),
-        models=(*models, *tools, OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER)),
+        models=(*models, *cold, *tools, OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER)),
         ttl_s=place.ttl_s,
         is_careful=place.is_careful,
     )

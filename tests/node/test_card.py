@@ -21,9 +21,12 @@ def test_models_stand_in_their_roles_and_those_that_draw_as_tools_with_a_capabil
         eos_token_ids=(),
         quantization="4bit",
     )
-    offer = make_offer(PLACE, [(ModelRole.VERIFIER, words)], ["painter"])
+    cold = [(ModelRole.VERIFIER, "large"), (ModelRole.EMBEDDER, "vectors")]
+    offer = make_offer(PLACE, [(ModelRole.VERIFIER, words)], ["painter"], cold)
     assert [(one.model_id, one.role, one.capability) for one in offer.models] == [
         ("words", CardRole.VERIFIER, ""),
+        ("large", CardRole.VERIFIER, ""),
+        ("vectors", CardRole.EMBEDDER, ""),
         ("painter", CardRole.TOOL, "image"),
         ("ngram", CardRole.PROPOSER, ""),
     ]

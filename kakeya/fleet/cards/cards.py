@@ -103,7 +103,7 @@ def is_liars(dropped: Mapping[CardFault, int]) -> bool:
 
 
 class OfferedModel(NamedTuple):
-    """One model in one role; 0 tokens per second = not measured. A tuple: thousands are read."""
+    """A model in a role; 0 tokens per second = not measured, no digest = it was never loaded."""
 
     model_id: ModelId
     role: int
