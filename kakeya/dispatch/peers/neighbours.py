@@ -32,6 +32,7 @@ from kakeya.wire.status import is_answer
 _log = logging.getLogger(__name__)
 QUOTE_S = 0.25
 """How long a peer may take to quote: an idle one answers in a few milliseconds."""
+LATE = "it did not quote in time"
 MOST_QUOTED = 8
 _MOST_DESCRIBED = 256
 _SLOW_S = 3.0
@@ -121,7 +122,7 @@ class ServingPeers:
                 return await self.calls(peer).quote(model_id, client, token_ids, cuts, QUOTE_S)
             except KakeyaError as failure:
                 self.failed(peer, failure)
-                return failure.message
+                return LATE if isinstance(failure, DeadlineExceeded) else failure.message
 
         asked = peers[:MOST_QUOTED]
         answers = await asyncio.gather(*map(ask, asked))

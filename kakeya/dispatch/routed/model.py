@@ -75,7 +75,7 @@ class RoutedModel:
         """READY where this node or a peer serves it."""
         if self._own is not None and self._own.state is ModelState.READY:
             return ModelState.READY
-        if self._offering():
+        if self._is_loaded_elsewhere():
             return ModelState.READY
         return ModelState.UNLOADED if self._own is None else self._own.state
 
@@ -100,7 +100,8 @@ class RoutedModel:
 
     def waits_for(self) -> RequestWait | None:
         """What the own model waits for."""
-        return None if self._own is None or self._offering() else self._own.waits_for()
+        own = self._own
+        return None if own is None or self._is_loaded_elsewhere() else own.waits_for()
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
@@ -111,7 +112,7 @@ class RoutedModel:
 
     async def _ready(self, timeout_s: float, priority: GenerationPriority) -> ModelFacts:
         own = self._own
-        if own is not None and (own.facts is not None or not self._offering()):
+        if own is not None and (own.facts is not None or not self._is_loaded_elsewhere()):
             return own.facts or await own.ready(timeout_s, priority)
         try:
             return (
@@ -184,6 +185,10 @@ class RoutedModel:
         return EngineStats() if self._own is None else await self._own.stats()
 
     # Between the parts of this module
+
+    def _is_loaded_elsewhere(self) -> bool:
+        """Whether a peer has it, or had it, in memory: what it is can be told without a load."""
+        return any(peer.offered.vocabulary_digest for peer in self._offering())
 
     def _offering(self) -> tuple[ServingPeer, ...]:
         return offering(self._peers, self._model_id, self.facts)

@@ -16,7 +16,7 @@ from kakeya.core.errors import (
     Refused,
 )
 from kakeya.core.units import pack_ids
-from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
+from kakeya.dispatch.peers.neighbours import LATE, ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import Quote, QuotedModel, quote_of
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routing.candidate import (
@@ -183,9 +183,9 @@ class RequestRoute:
             answer = answers.get(peer.node_id, "it was not asked: too many nodes have the model")
             found.append(self._candidate(peer.node_id, answer, peer))
         if all(one.unfit for one in found):
-            # A node that would refuse now may let the request wait: it knows best.
+            # A node that would refuse now may let the request wait, and a late one may be busy.
             found = [
-                replace(one, unfit="") if one.unfit == self._refusal(one.node_id) else one
+                replace(one, unfit="") if one.unfit in (LATE, self._refusal(one.node_id)) else one
                 for one in found
             ]
         found += [RouteCandidate(node_id=one, unfit=why) for one, why in self._lost.items()]

@@ -22,7 +22,7 @@ from kakeya.core.errors import (
 )
 from kakeya.core.ids import ModelId
 from kakeya.dispatch.peers import neighbours
-from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
+from kakeya.dispatch.peers.neighbours import LATE, ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, Endpoint, OfferedModel
@@ -239,7 +239,7 @@ async def test_a_node_that_does_not_answer_is_in_doubt_for_a_while(front: Front)
         front.hear("a", address=address)
         front.hear("b")
         quotes = await front.peers.quotes([front.peer("a")], "toy", "", PROMPT, ())
-        assert "Deadline" in str(quotes["a"])
+        assert quotes["a"] == LATE
         assert front.offering() == ["b", "a"]
         front.clock.advance(3.1)
         assert front.offering() == ["a", "b"]

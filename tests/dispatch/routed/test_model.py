@@ -466,8 +466,11 @@ async def test_nothing_loads_here_where_a_peer_serves_the_model() -> None:
     assert shelf.own.loads == [(2.0, GenerationPriority.HIGH)]
 
 
-async def test_the_own_model_loads_where_no_peer_has_it() -> None:
-    shelf = Shelf([], own=True)
+@pytest.mark.parametrize("peers", [[], ["left"]], ids=["alone", "a peer never loaded it either"])
+async def test_the_own_model_loads_where_no_peer_has_it(peers: list[str]) -> None:
+    shelf = Shelf(peers, own=True)
+    for name in peers:
+        shelf.node(name).vocabulary_digest = ""
     assert shelf.own is not None
     shelf.own.facts, shelf.own.state = None, ModelState.UNLOADED
     shelf.own.waits = RequestWait(reason=WaitReason.LOAD, model_id="toy")

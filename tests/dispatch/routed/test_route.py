@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kakeya.core.errors import PeerUnavailable
+from kakeya.dispatch.peers.neighbours import LATE
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.route import RequestRoute
 from kakeya.dispatch.routing.decision import NoRoute
@@ -139,3 +140,14 @@ def test_only_so_many_conversations_are_remembered(monkeypatch: pytest.MonkeyPat
     assert [known.last_node(name) for name in ("c1", "c2", "c3", "")] == ["left", "", "left", ""]
     figures = {figure.name: figure for figure in known.figures()}
     assert len(figures) == 2
+
+
+async def test_a_node_that_is_late_with_its_quote_serves_where_no_other_can() -> None:
+    """A busy node answers late; a request is not refused for that."""
+    shelf = Shelf()
+    shelf.node("left").quote_fails = LATE
+    decision, _ = await route_of(shelf).decide(job_of())
+    assert (decision.node_id, decision.unfit) == ("right", (("left", LATE),))
+    shelf.node("right").quote_fails = "right: it drains"
+    decision, _ = await route_of(shelf).decide(job_of())
+    assert (decision.node_id, decision.unfit) == ("left", (("right", "right: it drains"),))
