@@ -252,14 +252,17 @@ class Generations:
             owner = share_of(client_of(scope), scope)
             return self._relayed.prepare(reply, asked, model, scope, owner)
         began_mono = self._clock.mono()
+        deadline_s = asked.params.deadline_s
+        ready_s = self.limits.ready_s
+        most_s = ready_s if deadline_s is None else min(ready_s, deadline_s)
+        if isinstance(model, RoutedModel) and model.folder is None:
+            # A peer tells its manifest beside the facts.
+            await model.ready(most_s, asked.params.priority)
         manifest = model.manifest
         asked, used = under_manifest(asked, manifest)
         note_defaults(scope, used, f"models.{model.model_id}")
-        deadline_s = asked.params.deadline_s
-        ready_s = self.limits.ready_s
         if model.state is not ModelState.READY:
             await self._check_ahead(asked, model)
-        most_s = ready_s if deadline_s is None else min(ready_s, deadline_s)
         facts = await model.ready(most_s, asked.params.priority)
         text = await self._texts.get(facts.model_path, manifest.template)
         claim = PrefixClaim(

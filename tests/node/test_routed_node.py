@@ -25,6 +25,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "kakeya-tiny-tools"
 FOLDER = Path(kakeya.__file__).parent / "models" / MODEL
+FEW = 1
 STORY = [{"role": "user", "content": "Tell me about the sea."}]
 
 
@@ -63,8 +64,11 @@ async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf
             NodeProcess(folder / "front", "--node-id", "front", "--proposer", "ngram", *QUICK)
         )
         minis = {}
+        config = folder / "minis.toml"
+        config.write_text(f'[models."{MODEL}"]\nmax_tokens = {FEW}\n')
         for name in ("left", "right"):
-            flags = ("--node-id", name, "--model", MODEL, "--peer", front.grpc, *QUICK)
+            flags = ["--node-id", name, "--model", MODEL, "--peer", front.grpc, *QUICK]
+            flags += ["--config", str(config)]
             node = NodeProcess(folder / name, *flags)
             minis[name] = await stack.enter_async_context(node)
         await eventually(
@@ -76,6 +80,15 @@ async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf
         found = Shelf(front, minis)
         async with found.openai:
             yield found
+
+
+async def test_what_the_owner_says_of_a_model_counts_at_each_node_from_the_first_request_on(
+    shelf: Shelf,
+) -> None:
+    """First in this file: the front has heard nothing of the model but its name."""
+    said = await shelf.openai.completions.create(model=MODEL, prompt="import os")
+    assert said.usage is not None
+    assert said.usage.completion_tokens == FEW
 
 
 async def test_every_dialect_is_answered_by_a_neighbour_as_by_the_model_itself(
