@@ -86,7 +86,7 @@ async def test_what_the_owner_says_of_a_model_counts_at_each_node_from_the_first
     shelf: Shelf,
 ) -> None:
     """First in this file: the front has heard nothing of the model but its name."""
-    said = await shelf.openai.completions.create(model=MODEL, prompt="import os")
+    said = await shelf.openai.chat.completions.create(model=MODEL, messages=STORY)
     assert said.usage is not None
     assert said.usage.completion_tokens == FEW
 
