@@ -102,6 +102,7 @@ STATUS_BY_ERROR: dict[type[errors.KakeyaError], int] = {
     errors.NotFound: 404,
     errors.Conflict: 409,
     errors.Refused: 429,
+    errors.QueueFull: 503,
     errors.MemoryRefused: 503,
     errors.LoadFailed: 503,
     errors.ModelLoading: 503,
