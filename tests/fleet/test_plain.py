@@ -42,7 +42,7 @@ def test_a_recorded_card_is_read_as_it_was_meant() -> None:
         16 << 30,
         "0.29.1",
     )
-    assert card.models[0] == ("Qwen3-0.6B", 1, "8bit", 41.25, "")
+    assert card.models[0] == ("Qwen3-0.6B", 1, "8bit", 41.25, "", "")
     assert (card.announced_at, card.ttl_s, card.incarnation) == (NOW - 2, 120.0, 0)
     plan = plan_spec_decode_placement(registry.snapshot(mono=0.0), now=NOW)
     assert {plan.verifier_node, plan.proposer_node} <= {"old-1", "old-2", "old-3"}

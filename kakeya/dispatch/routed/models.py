@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
-from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, Refused
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel
 from kakeya.dispatch.routed.embedder import RoutedEmbedder
@@ -47,7 +47,7 @@ class RoutedModels(ModelDirectory):
         offered = self._peers.offering(name) if name else ()
         if own is not None and self._draining:
             if not offered:
-                raise Refused(
+                raise PeerUnavailable(
                     f"this node takes no requests: {self._draining}, and no other node has {name}",
                     retry_after_s=_RESTART_S,
                 )

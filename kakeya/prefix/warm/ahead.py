@@ -178,8 +178,16 @@ class NodePrecache:
 
     def turn_ended(self, claim: PrefixClaim, tokens: TokenSource) -> None:
         """Have the beginning of the next request warm, when there is time."""
-        if not claim.use.is_empty and not self.elsewhere(claim, self.kv_key(claim), tokens):
+        if not claim.use.is_empty and not self.elsewhere(claim, self._key_now(claim), tokens):
             self._prewarmer.submit(self._prefix(claim, tokens), Kind.TURN)
+
+    def _key_now(self, claim: PrefixClaim) -> str:
+        """The KV key of a claim; "" for a conversation that was closed meanwhile."""
+        if not claim.use.keys.conversation_id:
+            return self.kv_key(claim)
+        name, now = _file_name(claim), self._clock.mono()
+        conversation = self._registry.get(claim.facts.model_id, name, now)
+        return "" if conversation is None else conversation.kv_key
 
     def opened(self, claim: PrefixClaim) -> asyncio.Future[WarmReport] | None:
         """Have warm what is known of a key whose request is about to come."""
