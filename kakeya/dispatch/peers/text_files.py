@@ -8,6 +8,7 @@ one serves for all nodes that have the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -100,9 +101,11 @@ class TextFiles:
             shutil.rmtree(made, ignore_errors=True)
 
     def _make_room(self) -> None:
-        kept = [path for path in self._folder.iterdir() if path.is_dir()]
-        kept.sort(key=lambda path: path.stat().st_mtime)
-        for path in kept[: max(0, len(kept) - _MOST_FOLDERS)]:
+        kept = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError):  # another request may rename or remove it
+                kept.append((path.stat().st_mtime, path))
+        for _, path in sorted(kept)[: max(0, len(kept) - _MOST_FOLDERS)]:
             shutil.rmtree(path, ignore_errors=True)
 
     def _digest(self, model_path: str) -> str:
