@@ -1,5 +1,5 @@
-"""The product's own decision, as nodes would use it: any node takes requests, each with a ledger of
-its own; figures of others come with gossip, exact ones from those that are asked.
+"""The product's own decision, as nodes use it: any node takes requests, each with a ledger of its
+own, and asks all others for their figures.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from kakeya.dispatch.routing.candidate import (
     RouteCandidate,
     RoutedRequest,
 )
-from kakeya.dispatch.routing.decision import choose, shortlist
+from kakeya.dispatch.routing.decision import choose
 from kakeya.dispatch.routing.ledger import RouteLedger
 
-GOSSIP_S = 30.0
 ASK_S = 0.002
 BYTES_PER_S = 1.1e9
 """10 Gbit."""
@@ -44,8 +43,6 @@ class Shelf:
         self._tells = tells
         self._kv_bytes_per_token = kv_bytes_per_token
         self._ledgers = [RouteLedger() for _ in nodes]
-        self._told: list[tuple[float, RouteCandidate, frozenset[bytes]]] = []
-        self._told_s = -GOSSIP_S
         self._last: dict[int, str] = {}
 
     def route(self, call: Call) -> tuple[int, float]:
@@ -53,7 +50,6 @@ class Shelf:
         if self._addresses == 1:
             call.gateway = 0
         now = self._time.now
-        self._gossip(now)
         request = RoutedRequest(
             prompt_tokens=call.prompt_tokens,
             output_tokens=EXPECTED_OUTPUT,
@@ -64,12 +60,7 @@ class Shelf:
             kv_bytes_per_token=self._kv_bytes_per_token,
         )
         ledger = self._ledgers[call.gateway]
-        known = [self._known(request, at, call.gateway, now) for at in range(len(self._nodes))]
-        asked = shortlist(request, ledger.corrected(request, known, now))
-        exact = [
-            self._exact(request, at, call.gateway) if one.is_local or one.node_id in asked else one
-            for at, one in enumerate(known)
-        ]
+        exact = [self._exact(request, at, call.gateway) for at in range(len(self._nodes))]
         decision = choose(request, ledger.corrected(request, exact, now))
         key = str(id(call))
         ledger.begin(key, request, decision, now)
@@ -78,7 +69,7 @@ class Shelf:
         call.fetched_tokens = chosen.fetched_tokens and chosen.warm_tokens + chosen.fetched_tokens
         call.expected_warm = chosen.warm_tokens + chosen.fetched_tokens
         at = next(at for at, node in enumerate(self._nodes) if node.name == decision.node_id)
-        delay_s = (ASK_S if asked else 0.0) + (0.0 if at == call.gateway else LINK_S)
+        delay_s = ASK_S + (0.0 if at == call.gateway else LINK_S)
         return at, delay_s + self._carried_s(chosen.fetched_tokens)
 
     def _carried_s(self, tokens: int) -> float:
@@ -91,15 +82,6 @@ class Shelf:
     def ended(self, call: Call) -> None:
         """The end."""
         self._ledgers[call.gateway].end(str(id(call)), self._time.now)
-
-    def _gossip(self, now: float) -> None:
-        if now - self._told_s < GOSSIP_S:
-            return
-        self._told_s = now - now % GOSSIP_S
-        self._told = [
-            (self._told_s, self._figures(at, 0), frozenset(node.kv))
-            for at, node in enumerate(self._nodes)
-        ]
 
     def _figures(self, at: int, warm_tokens: int) -> RouteCandidate:
         node = self._nodes[at]
@@ -118,19 +100,7 @@ class Shelf:
             warm_tokens=warm_tokens,
         )
 
-    def _known(self, request: RoutedRequest, at: int, gateway: int, now: float) -> RouteCandidate:
-        told_s, figures, blocks = self._told[at]
-        warm = 0
-        while warm < len(request.blocks) and request.blocks[warm] in blocks:
-            warm += 1
-        return replace(
-            figures,
-            is_local=at == gateway,
-            warm_tokens=warm * BLOCK_TOKENS,
-            age_s=now - told_s,
-        )
-
     def _exact(self, request: RoutedRequest, at: int, gateway: int) -> RouteCandidate:
         warm = self._nodes[at].promised_blocks(request.blocks) * BLOCK_TOKENS
         figures = self._figures(at, min(warm, request.prompt_tokens - 1))
-        return replace(figures, is_local=at == gateway, is_warm_exact=True, age_s=0.0)
+        return replace(figures, is_local=at == gateway)

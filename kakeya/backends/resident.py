@@ -220,14 +220,12 @@ class ResidentModel:
     @property
     def load(self) -> RequestLoad:
         """The generations that hold the model or wait for it."""
-        left = [
-            attempt.job.prompt_left(self.held_tokens)
-            for attempt in self._attempts
-            if attempt.is_held
-        ]
-        waiting = [tokens for tokens in left if tokens]
+        jobs = [attempt.job for attempt in self._attempts if attempt.is_held]
+        left = [job.prompt_left(self.held_tokens) for job in jobs if not job.has_begun]
         return RequestLoad(
-            decoding=len(left) - len(waiting), waiting=len(waiting), waiting_tokens=sum(waiting)
+            answers=tuple(job.tokens for job in jobs if job.has_begun),
+            waiting=len(left),
+            waiting_tokens=sum(left),
         )
 
     @property

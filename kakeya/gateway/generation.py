@@ -255,15 +255,16 @@ class Generations:
         deadline_s = asked.params.deadline_s
         ready_s = self.limits.ready_s
         most_s = ready_s if deadline_s is None else min(ready_s, deadline_s)
+        facts = None
         if isinstance(model, RoutedModel) and model.folder is None:
             # A peer tells its manifest beside the facts.
-            await model.ready(most_s, asked.params.priority)
+            facts = await model.ready(most_s, asked.params.priority)
         manifest = model.manifest
         asked, used = under_manifest(asked, manifest)
         note_defaults(scope, used, f"models.{model.model_id}")
         if model.state is not ModelState.READY:
             await self._check_ahead(asked, model)
-        facts = await model.ready(most_s, asked.params.priority)
+        facts = facts or await model.ready(most_s, asked.params.priority)
         text = await self._texts.get(facts.model_path, manifest.template)
         claim = PrefixClaim(
             model_id=model.model_id, facts=facts, client=client_of(scope), use=asked.params.cache

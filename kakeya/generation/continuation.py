@@ -31,6 +31,7 @@ class Continuation:
         self._first_token_mono: float | None = None
         self._steps = 0
         self._computed = 0
+        self._held: int | None = None
         self._was_interrupted = False
         self.losses: Counter[Loss] = Counter()
         """Losses in a row, without a token between them."""
@@ -51,7 +52,9 @@ class Continuation:
         if self._committed:
             return 0
         tokens = self._request.token_ids
-        return max(1, len(tokens) - (self._computed or held(tokens, self._request.cuts)))
+        if self._held is None:  # once: it takes a hash of the history, and is asked often
+            self._held = held(tokens, self._request.cuts)
+        return max(1, len(tokens) - (self._computed or self._held))
 
     def take(self, frame: Frame, now: float) -> Frame | None:
         """Record a frame and return it as the caller should see it; None hides it.

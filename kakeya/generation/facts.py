@@ -96,10 +96,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLoad:
-    """The requests that a model has at this moment: those that decode, those that wait for their
-    first token, and the tokens of their prompts that are left to compute."""
+    """The requests that a model has at this moment: the tokens so far of each answer that decodes,
+    the requests that wait for their first token, and what is left to compute of their prompts."""
 
-    decoding: int = 0
+    answers: tuple[int, ...] = ()
     waiting: int = 0
     waiting_tokens: int = 0
 

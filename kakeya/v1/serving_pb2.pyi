@@ -164,13 +164,14 @@ class QuoteResponse(_message.Message):
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     BATCH_ROWS_FIELD_NUMBER: _builtins.int
-    DECODING_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    PIECE_TOKENS_FIELD_NUMBER: _builtins.int
     is_ready: _builtins.bool
     """Whether it is in memory and serves."""
     load_seconds: _builtins.float
@@ -179,10 +180,9 @@ class QuoteResponse(_message.Message):
     """0 = not measured."""
     tokens_per_second: _builtins.float
     batch_rows: _builtins.int
-    """Sequences that share a forward; those that decode; those that wait for their first token, and
-    the tokens of their prompts that are left to compute.
+    """Sequences that share a forward; the tokens so far of each answer that decodes; the requests that
+    wait for their first token, and the tokens of their prompts that are left to compute.
     """
-    decoding: _builtins.int
     waiting: _builtins.int
     waiting_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -192,6 +192,10 @@ class QuoteResponse(_message.Message):
     weights: _builtins.str
     """The state of the weights and the arithmetic, as a digest each: equal ones give the same tokens."""
     numerics: _builtins.str
+    piece_tokens: _builtins.int
+    """Of the pieces in which a prompt is computed; 0 = as a whole."""
+    @_builtins.property
+    def answer_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -200,17 +204,18 @@ class QuoteResponse(_message.Message):
         prefill_tokens_per_second: _builtins.float = ...,
         tokens_per_second: _builtins.float = ...,
         batch_rows: _builtins.int = ...,
-        decoding: _builtins.int = ...,
+        answer_tokens: _abc.Iterable[_builtins.int] | None = ...,
         waiting: _builtins.int = ...,
         waiting_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         refusal: _builtins.str = ...,
         weights: _builtins.str = ...,
         numerics: _builtins.str = ...,
+        piece_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows", b"batch_rows", "cached_tokens", b"cached_tokens", "decoding", b"decoding", "is_ready", b"is_ready", "load_seconds", b"load_seconds", "numerics", b"numerics", "prefill_tokens_per_second", b"prefill_tokens_per_second", "refusal", b"refusal", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "batch_rows", b"batch_rows", "cached_tokens", b"cached_tokens", "is_ready", b"is_ready", "load_seconds", b"load_seconds", "numerics", b"numerics", "piece_tokens", b"piece_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "refusal", b"refusal", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

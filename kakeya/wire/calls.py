@@ -1,8 +1,10 @@
-"""One unary call that moves bytes unparsed, and ends with an answer or with a KakeyaError."""
+"""Calls of peers, which end with an answer or with a KakeyaError."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import grpc.aio
@@ -23,18 +25,27 @@ async def call_bytes(
     Raises DeadlineExceeded, UnknownMethod, PeerUnavailable (also for a closed channel) and the
     other errors that `error_from_rpc` makes of the peer's status.
     """
-    try:
+    with calling(address):
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
-        async with asyncio.timeout(timeout_s + _GRACE_S):
-            answer: bytes = await method(request, timeout=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                answer: bytes = await method(request, timeout=timeout_s)
+        except TimeoutError as failure:
+            raise DeadlineExceeded(f"{address}: no answer in {timeout_s:g} s") from failure
+    return answer
+
+
+@contextmanager
+def calling(peer: str) -> Iterator[None]:
+    """Raise the error for a call within that failed, with the peer's own words; a closed channel is
+    a peer that is not available. The caller's own cancellation passes."""
+    try:
+        yield
     except grpc.RpcError as failure:
-        raise error_from_rpc(failure, address) from failure
-    except TimeoutError as failure:
-        raise DeadlineExceeded(f"{address}: no answer in {timeout_s:g} s") from failure
+        raise error_from_rpc(failure, peer) from failure
     except grpc.aio.UsageError as failure:
-        raise PeerUnavailable(f"{address}: the channel was closed before the call") from failure
+        raise PeerUnavailable(f"{peer}: the channel was closed before the call") from failure
     except asyncio.CancelledError as failure:
         if is_cancelled():
             raise
-        raise PeerUnavailable(f"{address}: the channel was closed during the call") from failure
-    return answer
+        raise PeerUnavailable(f"{peer}: the channel was closed during the call") from failure

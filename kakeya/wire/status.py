@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -127,6 +128,15 @@ def metadata_of(error: errors.KakeyaError) -> tuple[tuple[str, str], ...]:
     if error.retry_after_s is None:
         return (("kakeya-error", error.code),)
     return (("kakeya-error", error.code), ("retry-after", f"{error.retry_after_s:.0f}"))
+
+
+@asynccontextmanager
+async def errors_end(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """End a server call with the status of an error of ours that is raised within."""
+    try:
+        yield
+    except errors.KakeyaError as error:
+        await abort(context, error)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.KakeyaError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ async def test_a_capability_answers_json_with_json() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "code", "words"),
     [
-        ("/api/v1/capabilities/rerankk", {}, 404, "capability_not_found", "did you mean rerank?"),
+        ("/api/v1/capabilities/rerankk", {}, 404, "capability_not_found", r"did you mean rerank\?"),
         # An engine of the node is none of a client's.
         ("/api/v1/capabilities/text", {}, 404, "capability_not_found", "there are rerank"),
         (RERANK, {"model": "tiny"}, 404, "not_found", "there is small"),
@@ -134,10 +135,16 @@ async def test_a_capability_answers_json_with_json() -> None:
             {"payload": "fault"},
             500,
             "capability_failed",
-            "rerank failed: ZeroDivisionError: a number of a plug-in ?",
+            r"rerank failed: ZeroDivisionError: a number of a plug-in \?",
         ),
         # On a busy machine the deadline is over before the model is asked for.
-        (RERANK, {"payload": "wait", "timeout_s": 0.01}, 504, "deadline_exceeded", " s"),
+        (
+            RERANK,
+            {"payload": "wait", "timeout_s": 0.01},
+            504,
+            "deadline_exceeded",
+            r"0\.01 s|within the 0 s that the deadline left",
+        ),
         (RERANK, {"colour": 1}, 400, "unsupported_parameter", "colour"),
         (RERANK, {"model": None}, 400, "invalid_argument", "model"),
     ],
@@ -151,7 +158,7 @@ async def test_errors_are_typed_and_cost_nothing_else(
         answer = await served.http.post(path, json={"model": "small"} | body)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (status, code)
-        assert words in error["message"]
+        assert re.search(words, error["message"])
         assert "Traceback" not in answer.text
         assert (await served.http.post(RERANK, json=whole)).status_code == 200
 

@@ -203,14 +203,15 @@ async def test_text_models_that_do_not_fit_together_swap_and_every_request_is_an
         sampler = asyncio.create_task(sample(node, seen))
         order = [VERIFIER, OTHER] * 3
         random.Random(7).shuffle(order)
-        answers = await asyncio.gather(*(ask(node, model) for model in order))
+        answers = []
+        while len(seen) <= 10:  # a fast machine is through with them before it was looked at often
+            answers += await asyncio.gather(*(ask(node, model) for model in order))
         sampler.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sampler
-        assert [answer.status_code for answer in answers] == [200] * len(order)
+        assert [answer.status_code for answer in answers] == [200] * len(answers)
         texts = {answer.json()["choices"][0]["text"] for answer in answers}
         assert len(texts) == 1, "equal weights say the same"
-        assert seen
         for memory, engines_bytes in seen:
             assert memory["committed_bytes"] <= memory["budget_bytes"]
             assert engines_bytes <= memory["budget_bytes"]

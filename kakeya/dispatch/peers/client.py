@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ import grpc
 import grpc.aio
 
 from kakeya.core.errors import PeerProtocol, PeerUnavailable
-from kakeya.core.tasks import is_cancelled
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.wire import manifest_from_wire, quote_from_wire, wait_from_wire
@@ -28,7 +26,7 @@ from kakeya.generation.waiting import RequestWait
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceStub
-from kakeya.wire.status import error_from_rpc
+from kakeya.wire.calls import calling
 
 if TYPE_CHECKING:
     from kakeya.v1.serving_pb2_grpc import ServingServiceAsyncStub
@@ -68,7 +66,7 @@ class PeerCalls:
         request = pb.DescribeModelRequest(
             model_id=model_id, client=client, wait_seconds=wait_s, priority=priority
         )
-        with self._told():
+        with calling(self._name):
             reply = await self._stub.DescribeModel(request, timeout=wait_s + _MARGIN_S)
         return PeerDescription(
             facts=facts_from_wire(reply.facts),
@@ -88,13 +86,13 @@ class PeerCalls:
         request = pb.QuoteRequest(
             model_id=model_id, client=client, token_ids_le32=pack_ids(token_ids), cuts=cuts
         )
-        with self._told():
+        with calling(self._name):
             return quote_from_wire(await self._stub.Quote(request, timeout=timeout_s))
 
     async def text_files(self, model_id: str, client: str) -> AsyncIterator[tuple[str, bytes]]:
         """(name, data) of each part of the files of a model's text."""
         request = pb.ReadTextFilesRequest(model_id=model_id, client=client)
-        with self._told():
+        with calling(self._name):
             async for part in self._stub.ReadTextFiles(request, timeout=_TEXT_S):
                 yield part.name, part.data
 
@@ -117,7 +115,7 @@ class PeerCalls:
         told: RequestWait | None = None
         if request.wait is not None:
             request.wait.ask = lambda: told
-        with self._told():
+        with calling(self._name):
             call = self._stub.Decode(message, timeout=_LONGEST_S)
         try:
             while (answer := await self._next(call)) is not None:
@@ -137,7 +135,7 @@ class PeerCalls:
     async def _next(
         self, call: grpc.aio.UnaryStreamCall[pb.RoutedDecodeRequest, pb.RoutedDecodeResponse]
     ) -> pb.RoutedDecodeResponse | None:
-        with self._told():
+        with calling(self._name):
             try:
                 async with asyncio.timeout(SILENT_S):
                     message = await call.read()
@@ -150,7 +148,7 @@ class PeerCalls:
     async def release(self, model_id: str, client: str, kv_key: str) -> None:
         """Have the KV of a key forgotten. Raises the peer's errors."""
         request = pb.ReleaseKvRequest(model_id=model_id, client=client, kv_key=kv_key)
-        with self._told():
+        with calling(self._name):
             await self._stub.ReleaseKv(request, timeout=_SHORT_S)
 
     async def warm_turn(
@@ -171,26 +169,13 @@ class PeerCalls:
             cuts=cuts,
             retention=retention,
         )
-        with self._told():
+        with calling(self._name):
             await self._stub.WarmTurn(request, timeout=_SHORT_S)
 
     async def embed(self, model_id: str, texts: Sequence[Sequence[int]], size: int) -> bytes:
         """The vectors of texts, as `EmbeddingModel.embed`. Raises the peer's errors."""
         asked = engine_pb2.EmbedRequest(token_ids_le32=map(pack_ids, texts), size=size)
         request = pb.EmbedTextsRequest(model_id=model_id, request=asked)
-        with self._told():
+        with calling(self._name):
             reply = await self._stub.EmbedTexts(request, timeout=_EMBED_S)
         return reply.response.vectors_le_f32
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as failure:
-            raise error_from_rpc(failure, self._name) from failure
-        except grpc.aio.UsageError as failure:
-            raise PeerUnavailable(f"{self._name}: the channel was closed") from failure
-        except asyncio.CancelledError as failure:
-            if is_cancelled():
-                raise
-            raise PeerUnavailable(f"{self._name}: the channel was closed") from failure

@@ -33,7 +33,10 @@ _log = logging.getLogger(__name__)
 QUOTE_S = 0.25
 """How long a peer may take to quote: an idle one answers in a few milliseconds."""
 LATE = "it did not quote in time"
-MOST_QUOTED = 8
+MOST_QUOTED = 16
+"""Nodes that are asked for one request: on a shelf of ten, all."""
+DESCRIBED_S = 30.0
+"""For so long a peer is believed what it told of its model: its owner may change the manifest."""
 _MOST_DESCRIBED = 256
 _SLOW_S = 3.0
 """A node that did not quote in time is in doubt for so long."""
@@ -57,6 +60,7 @@ class ServingPeer:
 @dataclass(frozen=True, slots=True)
 class _Described:
     life: int
+    told_mono: float
     description: PeerDescription
 
 
@@ -124,9 +128,8 @@ class ServingPeers:
                 self.failed(peer, failure)
                 return LATE if isinstance(failure, DeadlineExceeded) else failure.message
 
-        asked = peers[:MOST_QUOTED]
-        answers = await asyncio.gather(*map(ask, asked))
-        return dict(zip((peer.node_id for peer in asked), answers, strict=True))
+        answers = await asyncio.gather(*map(ask, peers))
+        return dict(zip((peer.node_id for peer in peers), answers, strict=True))
 
     def abroad(self, kv_key: str) -> str:
         """The name at other nodes of a KV key of this node."""
@@ -185,12 +188,13 @@ class ServingPeers:
         role: CardRole = CardRole.VERIFIER,
     ) -> PeerDescription:
         """Learn what a model is, and bring the files of its text here; the first peer to tell is
-        believed. Raises the last peer's error, NotFound where no peer offers it."""
+        believed, for a while. Raises the last peer's error, NotFound where no peer offers it."""
         last: KakeyaError = NotFound(f"model {model_id[:80]!r} is not served by the fleet now")
         began_mono = self._clock.mono()
         for peer in self.offering(model_id, role):
-            known = self._described.get((peer.node_id, model_id))
-            if known is not None and known.life == peer.life and ":" not in model_id:
+            known = None if ":" in model_id else self._described.get((peer.node_id, model_id))
+            is_same = known is not None and known.life == peer.life
+            if known is not None and is_same and began_mono - known.told_mono < DESCRIBED_S:
                 return known.description
             left_s = max(0.0, timeout_s - (self._clock.mono() - began_mono))
             try:
@@ -226,7 +230,7 @@ class ServingPeers:
                 ) from problem
             folder = str(found)
         told = replace(told, facts=replace(told.facts, model_path=folder))
-        self._described[peer.node_id, model_id] = _Described(peer.life, told)
+        self._described[peer.node_id, model_id] = _Described(peer.life, self._clock.mono(), told)
         while len(self._described) > _MOST_DESCRIBED:
             with contextlib.suppress(StopIteration):
                 del self._described[next(iter(self._described))]

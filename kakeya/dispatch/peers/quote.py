@@ -50,15 +50,17 @@ class OwnModels(ModelDirectory, Protocol):
 class Quote:
     """See the module. Speeds are tokens per second, 0 = not measured.
 
-    `load_s` is 0 for a model in memory, None = not known. `cached_tokens` are leading ones of the
-    history whose KV is there. `weights` and `numerics` are digests: where both are equal, so are
-    the tokens of a generation; "" = not known.
+    `load_s` is 0 for a model in memory, None = not known. A prompt is computed in pieces of
+    `piece_tokens`, 0 = as a whole. `cached_tokens` are leading ones of the history whose KV is
+    there. `weights` and `numerics` are digests: where both are equal, so are the tokens of a
+    generation; "" = not known.
     """
 
     is_ready: bool
     load_s: float | None = 0.0
     prefill_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    piece_tokens: int = 0
     batch_rows: int = 1
     load: RequestLoad = field(default_factory=RequestLoad)
     cached_tokens: int = 0
@@ -77,6 +79,7 @@ def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) 
         load_s=model.load_s,
         prefill_tokens_per_s=facts.prefill_tokens_per_second,
         tokens_per_s=facts.tokens_per_second,
+        piece_tokens=facts.prefill_chunk_tokens,
         batch_rows=facts.batch_rows,
         load=model.load,
         cached_tokens=model.held_tokens(token_ids, cuts),

@@ -7,14 +7,14 @@ never goes on to a third node.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
-from kakeya.core.errors import KakeyaError, Refused
+from kakeya.core.errors import Refused
 from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel, quote_of
 from kakeya.dispatch.peers.text_files import TextFiles
@@ -37,19 +37,11 @@ from kakeya.prefix.seam import CacheUse, Precache, PrefixClaim
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceServicer
-from kakeya.wire.status import abort
+from kakeya.wire.status import errors_end
 
 Context = grpc.aio.ServicerContext[Any, Any]
 BEAT_S = 1.0
 """After so long without a frame, a message says for what the request waits."""
-
-
-@asynccontextmanager
-async def _errors_end(context: Context) -> AsyncIterator[None]:
-    try:
-        yield
-    except KakeyaError as error:
-        await abort(context, error)
 
 
 class ServingService(ServingServiceServicer):
@@ -80,7 +72,7 @@ class ServingService(ServingServiceServicer):
         self, request: pb.DescribeModelRequest, context: Context
     ) -> pb.DescribeModelResponse:
         """Tell the facts of a model."""
-        async with _errors_end(context):
+        async with errors_end(context):
             model = self._any(request.model_id, request.client)
             facts = model.facts
             if facts is None:
@@ -95,7 +87,7 @@ class ServingService(ServingServiceServicer):
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
         """Tell how a request would be served now."""
-        async with _errors_end(context):
+        async with errors_end(context):
             self._refuse_new()
             model = self._models.get(request.model_id, request.client)
             ids = ids_from_wire(request.token_ids_le32)
@@ -106,7 +98,7 @@ class ServingService(ServingServiceServicer):
         self, request: pb.ReadTextFilesRequest, context: Context
     ) -> None:
         """Send the files of a model's text."""
-        async with _errors_end(context):
+        async with errors_end(context):
             facts = self._any(request.model_id, request.client).facts
             if facts is None:
                 raise Refused(f"model {request.model_id} was not loaded here yet")
@@ -117,7 +109,7 @@ class ServingService(ServingServiceServicer):
         self, request: pb.RoutedDecodeRequest, context: Context
     ) -> None:
         """Stream a generation, and a sign of life while there is nothing to stream."""
-        async with _errors_end(context):
+        async with errors_end(context):
             self._refuse_new()
             asked, model = self._asked(request)
             wait = WaitTeller(model.waits_for)
@@ -139,7 +131,7 @@ class ServingService(ServingServiceServicer):
         self, request: pb.ReleaseKvRequest, context: Context
     ) -> pb.ReleaseKvResponse:
         """Forget the KV of one key."""
-        async with _errors_end(context):
+        async with errors_end(context):
             model = self._models.get(request.model_id, request.client)
             if model.facts is not None and request.kv_key:
                 claim = _claim(
@@ -150,7 +142,7 @@ class ServingService(ServingServiceServicer):
 
     async def WarmTurn(self, request: pb.WarmTurnRequest, context: Context) -> pb.WarmTurnResponse:
         """Have the next turn of a conversation warm."""
-        async with _errors_end(context):
+        async with errors_end(context):
             model = self._models.get(request.model_id, request.client)
             history = marked(ids_from_wire(request.token_ids_le32), tuple(request.cuts))
 
@@ -169,7 +161,7 @@ class ServingService(ServingServiceServicer):
         self, request: pb.EmbedTextsRequest, context: Context
     ) -> pb.EmbedTextsResponse:
         """Make vectors of texts."""
-        async with _errors_end(context):
+        async with errors_end(context):
             self._refuse_new()
             model = self._models.embedder(request.model_id)
             texts: Sequence[Sequence[int]] = [

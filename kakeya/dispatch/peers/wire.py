@@ -19,8 +19,9 @@ def quote_to_wire(quote: Quote) -> pb.QuoteResponse:
         load_seconds=_NOT_KNOWN if quote.load_s is None else quote.load_s,
         prefill_tokens_per_second=quote.prefill_tokens_per_s,
         tokens_per_second=quote.tokens_per_s,
+        piece_tokens=quote.piece_tokens,
         batch_rows=quote.batch_rows,
-        decoding=quote.load.decoding,
+        answer_tokens=quote.load.answers,
         waiting=quote.load.waiting,
         waiting_tokens=quote.load.waiting_tokens,
         cached_tokens=quote.cached_tokens,
@@ -37,9 +38,10 @@ def quote_from_wire(message: pb.QuoteResponse) -> Quote:
         load_s=message.load_seconds if message.load_seconds >= 0 else None,  # nor NaN
         prefill_tokens_per_s=max(0.0, message.prefill_tokens_per_second),
         tokens_per_s=max(0.0, message.tokens_per_second),
+        piece_tokens=message.piece_tokens,
         batch_rows=max(1, message.batch_rows),
         load=RequestLoad(
-            decoding=message.decoding,
+            answers=tuple(message.answer_tokens),
             waiting=message.waiting,
             waiting_tokens=message.waiting_tokens,
         ),

@@ -44,6 +44,10 @@ class RouteHistory:
                 del self._last[next(iter(self._last))]
         return key
 
+    def note_move(self) -> None:
+        """Note that a generation goes on at another node."""
+        self.moved += 1
+
     def status(self) -> Json:
         """The counts as JSON."""
         return {"moved": self.moved, "by_node": dict(self.routed)}

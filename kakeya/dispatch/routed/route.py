@@ -16,10 +16,11 @@ from kakeya.core.errors import (
     Refused,
 )
 from kakeya.core.units import pack_ids
-from kakeya.dispatch.peers.neighbours import LATE, ServingPeer, ServingPeers
+from kakeya.dispatch.peers.neighbours import LATE, MOST_QUOTED, ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import Quote, QuotedModel, quote_of
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routing.candidate import (
+    UNKNOWN_OUTPUT_TOKENS,
     NodeLink,
     NodeSpeed,
     QueuedWork,
@@ -40,6 +41,8 @@ RETRY_S = 0.5
 _MOST_LOSSES = 6
 """Losses of nodes in a row, without a token between them, that end a request."""
 _LEAST_BLOCK_TOKENS = 64
+_LEAST_LEFT = 16
+"""Tokens that are expected to follow of an answer that is longer than most."""
 _UNKNOWN_LOAD_S = 30.0
 """Of a model that was never loaded: a guess, with which nodes that have it come first."""
 
@@ -133,7 +136,7 @@ class RequestRoute:
                 await self._clock.sleep(RETRY_S)
                 continue
             if self._lost_last not in ("", decision.node_id):
-                self._history.moved += 1
+                self._history.note_move()
             return decision, told
 
     def _patience_s(self, job: Continuation, rest: DecodeRequest) -> float:
@@ -147,7 +150,7 @@ class RequestRoute:
         block = max(_LEAST_BLOCK_TOKENS, facts.kv_block_tokens if facts is not None else 0)
         return RoutedRequest(
             prompt_tokens=len(rest.token_ids),
-            output_tokens=min(rest.max_tokens, RoutedRequest(prompt_tokens=0).output_tokens),
+            output_tokens=min(rest.max_tokens, UNKNOWN_OUTPUT_TOKENS),
             priority=rest.priority,
             deadline_s=rest.deadline_s,
             conversation=rest.kv_key,
@@ -166,7 +169,7 @@ class RequestRoute:
         has_own = self._own is not None and own_id not in self._lost
         # A node in doubt would only delay the answer where another one can give it.
         trusted = [peer for peer in left if not peer.is_suspect]
-        peers = trusted if trusted or has_own else left
+        peers = _to_ask(trusted if trusted or has_own else left, told)
         self._live |= {peer.node_id: peer for peer in peers}
         answers: Mapping[str, Quote | str] = {}
         if peers:
@@ -179,9 +182,7 @@ class RequestRoute:
             if not _has_words_of(self._facts, self._own.facts):
                 quote = "its vocabulary is not that of the prompt"
             found.append(self._candidate(own_id, quote, None))
-        for peer in peers:
-            answer = answers.get(peer.node_id, "it was not asked: too many nodes have the model")
-            found.append(self._candidate(peer.node_id, answer, peer))
+        found += [self._candidate(peer.node_id, answers[peer.node_id], peer) for peer in peers]
         if all(one.unfit for one in found):
             # A node that would refuse now may let the request wait, and a late one may be busy.
             found = [
@@ -213,18 +214,34 @@ class RequestRoute:
             speed=NodeSpeed(
                 prefill_tokens_per_s=quote.prefill_tokens_per_s,
                 decode_tokens_per_s=quote.tokens_per_s,
+                piece_tokens=quote.piece_tokens,
                 max_rows=quote.batch_rows,
             ),
             work=QueuedWork(
                 prompt_tokens=load.waiting_tokens,
                 prompts=load.waiting,
-                rows=(0,) * load.decoding,
+                rows=tuple(
+                    max(_LEAST_LEFT, UNKNOWN_OUTPUT_TOKENS - tokens) for tokens in load.answers
+                ),
             ),
             link=NodeLink(round_trip_s=0.0 if peer is None else peer.rtt_s),
             warm_tokens=quote.cached_tokens,
-            is_warm_exact=True,
             unfit=unfit,
         )
+
+
+def _to_ask(peers: Sequence[ServingPeer], told: RoutedRequest) -> Sequence[ServingPeer]:
+    """The peers to ask for quotes. Of more than MOST_QUOTED the node of the conversation's last
+    turn, and others by a hash with the first block: prompts with one beginning ask the same ones,
+    and all prompts together ask all."""
+    if len(peers) <= MOST_QUOTED:
+        return peers
+    first = told.blocks[0] if told.blocks else b""
+
+    def order(peer: ServingPeer) -> tuple[bool, bytes]:
+        return peer.node_id != told.last_node, sha256(first + peer.node_id.encode()).digest()
+
+    return sorted(peers, key=order)[:MOST_QUOTED]
 
 
 def _block_names(token_ids: Sequence[int], block_tokens: int) -> tuple[bytes, ...]:

@@ -89,8 +89,7 @@ class RouteCandidate:
     """A node that has the model, with figures that are `age_s` old.
 
     The model is ready in `load_s`, of a READY one 0. Of the prompt, `warm_tokens` leading tokens
-    need not be computed there; they are there in `warm_s` (read from disk), and `is_warm_exact`
-    says whether the node answered that itself: else the filter of its card did. `sharers` is how
+    need not be computed there; they are there in `warm_s` (read from disk). `sharers` is how
     many requests in flight there have most of the prompt in common with it. `unfit` says why the
     node cannot serve the request at all; "" = it can.
     """
@@ -104,7 +103,6 @@ class RouteCandidate:
     link: NodeLink = NodeLink()
     warm_tokens: int = 0
     warm_s: float = 0.0
-    is_warm_exact: bool = False
     sharers: int = 0
     age_s: float = 0.0
     unfit: str = ""

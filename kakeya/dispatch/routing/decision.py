@@ -22,7 +22,6 @@ from kakeya.generation.facts import ModelState
 TIE_S = 0.02
 TIE = 0.05
 """Scores that differ by less than both together are equal: figures are no better than that."""
-MOST_ASKED = 3
 RETRY_S = 5.0
 """Until a caller may try again: a node that was lost is back, or its card is gone."""
 
@@ -92,25 +91,6 @@ def choose(request: RoutedRequest, candidates: Sequence[RouteCandidate]) -> Rout
     return RouteDecision(
         node_id=chosen.node_id, reason=reason, estimates=tuple(estimates), unfit=unfit
     )
-
-
-def shortlist(
-    request: RoutedRequest, candidates: Sequence[RouteCandidate], most: int = MOST_ASKED
-) -> tuple[str, ...]:
-    """The nodes that are worth asking for exact figures, by the figures that are known, the best
-    first; the own node needs no question. () = no answer can change the choice.
-
-    The node that served the conversation last is one of them: its card may not name it yet.
-    """
-    fit = [one for one in candidates if not _unfit(one)]
-    if len(fit) < 2:
-        return ()
-    best = sorted(
-        estimate_all(request, fit),
-        key=lambda one: (one.node_id != request.last_node, one.score_s, one.node_id),
-    )
-    own = {one.node_id for one in fit if one.is_local}
-    return tuple(one.node_id for one in best if one.node_id not in own)[:most]
 
 
 def _unfit(node: RouteCandidate) -> str:

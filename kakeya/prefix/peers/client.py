@@ -28,7 +28,6 @@ from kakeya.core.errors import (
     Refused,
 )
 from kakeya.core.log import event
-from kakeya.core.tasks import is_cancelled
 from kakeya.decoding.remote.breaker import BreakerState, CircuitBreaker
 from kakeya.prefix.peers.answers import Lie, checked, due_part, read_hit, tail_after
 from kakeya.prefix.peers.auth import FleetKey, Metadata
@@ -39,7 +38,7 @@ from kakeya.prefix.peers.seams import MAX_IDS, TAIL_NAME_BYTES, MissingBlocks
 from kakeya.prefix.peers.standing import PeerRecord
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
-from kakeya.wire.status import error_from_rpc
+from kakeya.wire.calls import calling
 
 if TYPE_CHECKING:
     from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceAsyncStub
@@ -130,12 +129,13 @@ class PrefixPeer:
             request.block_count = len(order)
             request.back_to_front = order.step < 0
         try:
-            call = self._stub(hit.holder).FetchBlocks(
-                request, timeout=FETCH_S, metadata=self._metadata(request)
-            )
-        except grpc.aio.UsageError as failure:
+            with calling(hit.holder.address):
+                call = self._stub(hit.holder).FetchBlocks(
+                    request, timeout=FETCH_S, metadata=self._metadata(request)
+                )
+        except PeerUnavailable:
             self.gave_up()
-            raise _closed(hit.holder) from failure
+            raise
         self.rate.streams += 1
         try:
             for index in sent:
@@ -172,18 +172,10 @@ class PrefixPeer:
             tail_after=after,
             tail_names=b"".join(name[:TAIL_NAME_BYTES] for name in wanted.tails(after)),
         )
-        try:
+        with calling(holder.address):
             answer: pb.LookupPrefixResponse = await self._stub(holder).LookupPrefix(
                 request, timeout=timeout_s, metadata=self._metadata(request)
             )
-        except grpc.RpcError as failure:
-            raise error_from_rpc(failure, holder.address) from failure
-        except grpc.aio.UsageError as failure:
-            raise _closed(holder) from failure
-        except asyncio.CancelledError as failure:
-            if is_cancelled():
-                raise
-            raise _closed(holder) from failure
         return answer
 
     async def _block(
@@ -218,17 +210,12 @@ class PrefixPeer:
     ) -> pb.FetchBlocksResponse:
         if self.rate.bytes_per_s:
             stall_s = max(stall_s, _STALLS * CHUNK_BYTES / self.rate.bytes_per_s)
-        try:
-            async with asyncio.timeout(stall_s):
-                chunk = await call.read()
-        except TimeoutError as silence:
-            raise PeerUnavailable(f"{holder.address}: silent for {stall_s:.2f} s") from silence
-        except grpc.RpcError as failure:
-            raise error_from_rpc(failure, holder.address) from failure
-        except asyncio.CancelledError as failure:
-            if is_cancelled():
-                raise
-            raise _closed(holder) from failure
+        with calling(holder.address):
+            try:
+                async with asyncio.timeout(stall_s):
+                    chunk = await call.read()
+            except TimeoutError as silence:
+                raise PeerUnavailable(f"{holder.address}: silent for {stall_s:.2f} s") from silence
         if not isinstance(chunk, pb.FetchBlocksResponse):
             raise NotFound(
                 f"{holder.address}: the stream ended before its last block, which was evicted"
@@ -267,7 +254,3 @@ def _add(assembly: Assembly, chunk: pb.FetchBlocksResponse, layout: str) -> byte
             f"block {assembly.index} has numbers that are not finite, so it is no KV",
         )
     return payload
-
-
-def _closed(holder: BlockHolder) -> PeerUnavailable:
-    return PeerUnavailable(f"{holder.address}: the channel was closed during the call")

@@ -18,7 +18,7 @@ import asyncio
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     Denied,
     InvalidArgument,
-    KakeyaError,
     QueueFull,
     Refused,
     Unauthenticated,
@@ -45,7 +44,7 @@ from kakeya.prefix.peers.seams import MAX_IDS, TAIL_NAME_BYTES, BlockSources
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceServicer
 from kakeya.wire.server.authorization import current_caller
-from kakeya.wire.status import abort
+from kakeya.wire.status import errors_end
 
 Context = grpc.aio.ServicerContext[Any, Any]
 HASHES_KEPT = 4096
@@ -127,7 +126,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
         self, request: pb.GetCacheSummaryRequest, context: Context
     ) -> pb.GetCacheSummaryResponse:
         """Tell the caches of one fingerprint or, without one, of all."""
-        async with _errors_end(context):
+        async with errors_end(context):
             self._caller(request, context)
             asked = None
             if request.HasField("compatibility"):
@@ -144,7 +143,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
         self, request: pb.LookupPrefixRequest, context: Context
     ) -> pb.LookupPrefixResponse:
         """Find the longest leading run that is here, and lease it."""
-        async with _errors_end(context):
+        async with errors_end(context):
             caller = self._caller(request, context)
             self._count(lookups=1)
             missed = pb.LookupPrefixResponse(node_id=self._node_id, cache_epoch=self.epoch)
@@ -178,7 +177,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
         self, request: pb.FetchBlocksRequest, context: Context
     ) -> AsyncIterator[pb.FetchBlocksResponse]:
         """Stream the blocks of a lease, or those of it that are asked for."""
-        async with _errors_end(context):
+        async with errors_end(context):
             caller = self._caller(request, context)
             with self.leases.open(request.lease_id, caller, self._clock.mono) as lease:
                 order = _order(request, len(lease.ids))
@@ -193,7 +192,7 @@ class PrefillCacheService(PrefillCacheServiceServicer):
         self, requests: AsyncIterator[pb.PublishBlockRequest], context: Context
     ) -> pb.PublishBlockResponse:
         """Decline a block, or say why it could not even be meant."""
-        async with _errors_end(context):
+        async with errors_end(context):
             first = await anext(aiter(requests), None)
             if first is None:
                 raise InvalidArgument("no chunk came; a block has at least one")
@@ -317,14 +316,6 @@ class PrefillCacheService(PrefillCacheServiceServicer):
     def _count(self, **more: int) -> None:
         was = self.stats
         self.stats = replace(was, **{name: getattr(was, name) + n for name, n in more.items()})
-
-
-@asynccontextmanager
-async def _errors_end(context: Context) -> AsyncIterator[None]:
-    try:
-        yield
-    except KakeyaError as refusal:
-        await abort(context, refusal)
 
 
 async def _hashed_in_thread(view: memoryview) -> bytes:

@@ -21,11 +21,11 @@ from kakeya.core.errors import (
     StoreFailed,
 )
 from kakeya.core.ids import ModelId
-from kakeya.dispatch.peers import neighbours
-from kakeya.dispatch.peers.neighbours import LATE, ServingPeer, ServingPeers
+from kakeya.dispatch.peers.neighbours import DESCRIBED_S, LATE, ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, Endpoint, OfferedModel
+from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
@@ -226,14 +226,6 @@ async def test_quotes_come_of_all_at_once_and_a_failure_is_a_text(
     assert front.failed == []
 
 
-async def test_no_more_than_a_few_are_asked(
-    front: Front, minis: dict[str, ServingNode], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(neighbours, "MOST_QUOTED", 1)
-    quotes = await front.peers.quotes(front.peers.offering("toy"), "toy", "", PROMPT, ())
-    assert list(quotes) == ["left"]
-
-
 async def test_a_node_that_does_not_answer_is_in_doubt_for_a_while(front: Front) -> None:
     async with silent() as address:
         front.hear("a", address=address)
@@ -309,6 +301,18 @@ async def test_a_description_brings_the_text_once_for_two_requests_at_once(
     (path,) = {one.facts.model_path for one in told}
     assert (Path(path) / "tokenizer.json").read_bytes() == b"{}"
     assert front.peers.known("toy") == told[0]
+
+
+async def test_what_the_owner_of_a_model_changes_is_heard_of_after_a_while(
+    front: Front, minis: dict[str, ServingNode]
+) -> None:
+    toy(minis["left"]).manifest = Manifest(max_tokens=5)
+    assert (await describe(front)).manifest.max_tokens == 5
+    toy(minis["left"]).manifest = Manifest(max_tokens=7)
+    front.clock.advance(DESCRIBED_S - 0.1)
+    assert (await describe(front)).manifest.max_tokens == 5
+    front.clock.advance(0.1)
+    assert (await describe(front)).manifest.max_tokens == 7
 
 
 async def test_a_text_is_brought_by_one_request_at_a_time_though_the_first_fails(

@@ -38,6 +38,7 @@ def facts_of(model_id: str = "toy", **others: object) -> ModelFacts:
         "kv_block_tokens": 64,
         "prefill_tokens_per_second": 1000.0,
         "tokens_per_second": 100.0,
+        "prefill_chunk_tokens": 128,
     }
     return ModelFacts(model_id=model_id, **(known | others))  # type: ignore[arg-type]
 

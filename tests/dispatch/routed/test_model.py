@@ -312,7 +312,7 @@ async def test_an_answer_that_has_begun_has_no_deadline() -> None:
 
 async def test_a_conversation_stays_where_it_was() -> None:
     shelf = Shelf()
-    shelf.node("left").model.load = RequestLoad(decoding=8)
+    shelf.node("left").model.load = RequestLoad(answers=(0,) * 8)
     await frames_of(shelf, asked(kv_key="c1"))
     shelf.node("left").model.load = RequestLoad()
     await frames_of(shelf, asked(kv_key="c1"))
@@ -420,7 +420,7 @@ async def test_the_own_node_is_first_among_equals_and_goes_on_for_a_lost_peer() 
     await frames_of(shelf, asked())
     assert shelf.fleet.tries == [OWN]
     assert shelf.own is not None
-    shelf.own.load = RequestLoad(decoding=8)
+    shelf.own.load = RequestLoad(answers=(0,) * 8)
     shelf.lose(Loss(2, FOR_GOOD), Loss(2, FOR_GOOD))
     request = asked(kv_key="c1", draft_sources=(DraftSource(kind="ngram"),))
     assert ids(await frames_of(shelf, request)) == expected(PROMPT, 9)[0]
@@ -502,7 +502,7 @@ async def test_a_model_of_peers_alone_has_what_they_tell() -> None:
 async def test_kv_is_released_where_the_conversation_was_last() -> None:
     shelf = Shelf(own=True)
     assert shelf.own is not None
-    shelf.own.load = RequestLoad(decoding=8)
+    shelf.own.load = RequestLoad(answers=(0,) * 8)
     await frames_of(shelf, asked(kv_key="c1"))
     model = shelf.routed()
     await model.release("c1")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kakeya.core.errors import PeerUnavailable
-from kakeya.dispatch.peers.neighbours import LATE
+from kakeya.dispatch.peers.neighbours import LATE, MOST_QUOTED
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.route import RequestRoute
 from kakeya.dispatch.routing.decision import NoRoute
@@ -30,14 +32,15 @@ def job_of(tokens: int = 3, **others: object) -> Continuation:
 
 async def test_the_estimates_are_made_of_quotes() -> None:
     shelf = Shelf()
-    shelf.node("left").model.load = RequestLoad(decoding=1, waiting=2, waiting_tokens=500)
+    shelf.node("left").model.load = RequestLoad(answers=(250,), waiting=2, waiting_tokens=500)
     shelf.node("right").model.held = 900
     decision, told = await route_of(shelf).decide(job_of(1000))
     assert (told.prompt_tokens, told.output_tokens) == (1000, 9)
     right, left = decision.estimates
     assert (right.node_id, right.warm_tokens) == ("right", 900)
     assert right.prefill_s == pytest.approx(0.1)
-    assert left.wait_s > 0.5
+    # A step of the row that decodes stands between two pieces of 128 tokens.
+    assert left.wait_s == pytest.approx(0.5 * (1 + 0.01 * 1000 / 128))
 
 
 async def test_a_model_that_was_never_loaded_comes_behind_one_that_serves() -> None:
@@ -151,3 +154,34 @@ async def test_a_node_that_is_late_with_its_quote_serves_where_no_other_can() ->
     shelf.node("right").quote_fails = "right: it drains"
     decision, _ = await route_of(shelf).decide(job_of())
     assert (decision.node_id, decision.unfit) == ("left", (("right", "right: it drains"),))
+
+
+async def test_of_many_nodes_prompts_with_one_beginning_ask_the_same_few() -> None:
+    shelf = Shelf([f"n{number}" for number in range(3 * MOST_QUOTED)])
+
+    async def asked_for(prompt: int, tail: int) -> set[str]:
+        for node in shelf.fleet.nodes.values():
+            node.quoted.clear()
+        ids = [prompt] * 64 + [tail] * 70
+        await route_of(shelf).decide(Continuation(DecodeRequest(token_ids=ids, max_tokens=9), 0.0))
+        return {name for name, node in shelf.fleet.nodes.items() if node.quoted}
+
+    first = await asked_for(1, 1)
+    assert len(first) == MOST_QUOTED
+    assert await asked_for(1, 2) == first
+    asked = [await asked_for(prompt, 0) for prompt in range(40)]
+    assert set.union(*asked) == shelf.fleet.nodes.keys()
+
+
+async def test_of_many_nodes_the_one_of_the_conversation_is_asked() -> None:
+    shelf = Shelf([f"n{number}" for number in range(3 * MOST_QUOTED)])
+    request = DecodeRequest(token_ids=range(3), max_tokens=9, kv_key="chat")
+    decision, told = await route_of(shelf).decide(Continuation(request, 0.0))
+    for name in shelf.fleet.nodes:
+        estimate = replace(decision.chosen, node_id=name)
+        there = replace(decision, node_id=name, estimates=(estimate,))
+        shelf.history.begin(told, there)
+        for node in shelf.fleet.nodes.values():
+            node.quoted.clear()
+        await route_of(shelf).decide(Continuation(request, 0.0))
+        assert shelf.node(name).quoted
