@@ -72,22 +72,25 @@ def say(what: str, taken: list[float], cold: list[float], least: float, **more: 
 async def compare(folder: Path) -> None:
     name = folder.name
     flags = ("--model", str(folder), "--no-mdns")
+
+    async def taken(node: NodeProcess, prompt: str) -> Turn:
+        return await asyncio.to_thread(first_token, node.http, name, prompt)
+
     with tempfile.TemporaryDirectory() as home:
         async with NodeProcess(Path(home) / "a", *flags) as first:
             await wait_ready(first)
+            prompts = [unseen() for _ in range(repeats(PROMPTS))]
+            cold, again, short = [], [], []
+            # Alone: beside a second node it would send some of them there.
+            for prompt in prompts:
+                cold.append((await taken(first, prompt)).seconds)
+                again.append((await taken(first, prompt)).seconds)
+                short.append((await taken(first, f"Hi {next(_serial)}")).seconds)
+            say("again", again, cold, 20, short_prompt_ms=round(1000 * median(short), 2))
+            beside = await asyncio.to_thread(beside_streams, first.http, name)
+            say(f"again, beside {STREAMS} streams", beside[1], beside[0], 1)
             async with NodeProcess(Path(home) / "b", *flags, "--peer", first.grpc) as second:
                 await wait_ready(second)
-
-                async def taken(node: NodeProcess, prompt: str) -> Turn:
-                    return await asyncio.to_thread(first_token, node.http, name, prompt)
-
-                prompts = [unseen() for _ in range(repeats(PROMPTS))]
-                cold, again, short = [], [], []
-                for prompt in prompts:
-                    cold.append((await taken(first, prompt)).seconds)
-                    again.append((await taken(first, prompt)).seconds)
-                    short.append((await taken(first, f"Hi {next(_serial)}")).seconds)
-                say("again", again, cold, 20, short_prompt_ms=round(1000 * median(short), 2))
                 await asyncio.sleep(CARD_S)
                 fetched, fresh = [], []
                 for prompt in prompts:
@@ -100,8 +103,6 @@ async def compare(folder: Path) -> None:
                     1,
                     cached_tokens=[turn.cached_tokens for turn in fetched],
                 )
-                beside = await asyncio.to_thread(beside_streams, first.http, name)
-                say(f"again, beside {STREAMS} streams", beside[1], beside[0], 1)
         async with NodeProcess(Path(home) / "a", *flags) as restarted:
             await wait_ready(restarted)
             turns = [await taken(restarted, prompt) for prompt in prompts]

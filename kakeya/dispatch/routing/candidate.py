@@ -6,7 +6,7 @@ nothing else is said.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kakeya.generation.facts import ModelState
 from kakeya.generation.request import GenerationPriority
@@ -53,6 +53,16 @@ class NodeSpeed:
     row_cost: float = 0.25
     piece_tokens: int = 512
     max_rows: int = 8
+
+    def or_as(self, prefill_tokens_per_s: float, decode_tokens_per_s: float) -> NodeSpeed:
+        """The same with these rates in place of those that are not measured."""
+        if self.prefill_tokens_per_s and self.decode_tokens_per_s:
+            return self
+        return replace(
+            self,
+            prefill_tokens_per_s=self.prefill_tokens_per_s or prefill_tokens_per_s,
+            decode_tokens_per_s=self.decode_tokens_per_s or decode_tokens_per_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

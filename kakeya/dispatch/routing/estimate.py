@@ -25,7 +25,7 @@ what it leaves them, counts too:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
 from kakeya.core.figures import Json
@@ -39,8 +39,9 @@ from kakeya.prefix.names.blocks import TOKEN_BYTES
 
 UNKNOWN_PREFILL = 200.0
 UNKNOWN_DECODE = 10.0
-"""Tokens per second of a node that measured none: slower than most that did, so that it is chosen
-where others are busy, and measures itself then."""
+"""Tokens per second where no node measured any. A node that measured none, as after its start,
+counts as the slowest that did: most shelves have equal nodes, and one that is started again has the
+KV of its conversations."""
 DECODE_SHARE = 0.1
 """Weight of a second between first token and end beside one before the first token."""
 LATER_SHARE = 0.4
@@ -105,14 +106,20 @@ def estimate_all(
     request: RoutedRequest, nodes: Sequence[RouteCandidate]
 ) -> tuple[RouteEstimate, ...]:
     """Estimate the times of a request on each of the nodes, in their order."""
-    return tuple(_estimate(request, node, nodes) for node in nodes)
+    prefill, decode = UNKNOWN_PREFILL, UNKNOWN_DECODE
+    if measured := [one for node in nodes if (one := node.speed.prefill_tokens_per_s)]:
+        prefill = min(measured)
+    if measured := [one for node in nodes if (one := node.speed.decode_tokens_per_s)]:
+        decode = min(measured)
+    known = [replace(node, speed=node.speed.or_as(prefill, decode)) for node in nodes]
+    return tuple(_estimate(request, node, known) for node in known)
 
 
 def _estimate(
     request: RoutedRequest, node: RouteCandidate, nodes: Sequence[RouteCandidate]
 ) -> RouteEstimate:
     speed, work = node.speed, node.work
-    prefill_rate = speed.prefill_tokens_per_s or UNKNOWN_PREFILL
+    prefill_rate = speed.prefill_tokens_per_s
     rows = [left or UNKNOWN_OUTPUT_TOKENS for left in work.rows]
     token_s = _slowdown(speed, prefill_rate, len(rows)) / prefill_rate
     warm = min(node.warm_tokens, max(0, request.prompt_tokens - 1))
@@ -140,7 +147,7 @@ def _estimate(
 def _step_s(speed: NodeSpeed, rows: int) -> float:
     """Seconds of a decode step of so many rows."""
     shared = max(0, min(rows, speed.max_rows) - 1)
-    return (1 + speed.row_cost * shared) / (speed.decode_tokens_per_s or UNKNOWN_DECODE)
+    return (1 + speed.row_cost * shared) / speed.decode_tokens_per_s
 
 
 def _slowdown(speed: NodeSpeed, prefill_rate: float, rows: int) -> float:
@@ -188,7 +195,7 @@ def _fetch(
 def _rows_s(request: RoutedRequest, speed: NodeSpeed, rows: list[int], own_s: float) -> float:
     """Seconds by which all rows that decode end later."""
     shared = sum(min(left, request.output_tokens) for left in rows)
-    slower_s = speed.row_cost / (speed.decode_tokens_per_s or UNKNOWN_DECODE)
+    slower_s = speed.row_cost / speed.decode_tokens_per_s
     return len(rows) * own_s + shared * slower_s
 
 

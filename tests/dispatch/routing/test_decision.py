@@ -192,3 +192,13 @@ def test_a_decision_tells_its_terms_and_its_reason() -> None:
     assert [one["node"] for one in said["candidates"]] == ["a", "b"]
     assert said["candidates"][0]["terms_s"]["prefill"] == 1.0
     assert said["unfit"] == {"c": "it drains"}
+
+
+def test_a_node_that_did_not_measure_itself_yet_keeps_its_warm_conversations() -> None:
+    """Its speed is not known yet; to compute the prompt anew elsewhere takes far longer."""
+    again = RouteCandidate(node_id="a", is_local=True, speed=NodeSpeed(), warm_tokens=1900)
+    speed = NodeSpeed(prefill_tokens_per_s=4000, decode_tokens_per_s=300)
+    other = RouteCandidate(node_id="b", speed=speed)
+    assert choose(REQUEST, [again, other]).node_id == "a"
+    cold = replace(again, warm_tokens=0, load_s=5.0)
+    assert choose(REQUEST, [cold, other]).node_id == "b"
