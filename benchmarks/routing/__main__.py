@@ -3,7 +3,7 @@
 Speeds are 1:1:2:3, and KV has as much more room on a faster node. Rivals see each node as it is, at
 once; for each trace and load they get those of their settings that are best on the seeds of the
 report. Ours was tuned on seeds 1 to 4 and is reported on others; it knows what a node can know:
-figures of up to 30 s ago, exact ones of the nodes that it asks, and its own requests.
+what the others quote, and its own requests.
 
 python -m benchmarks.routing [--seeds 101,102,103] [--until 600]
 """

@@ -2,8 +2,8 @@
 
     deadline   nodes that are expected to meet it come before those that are not
     score      seconds to the first token, a part of those to the end, and what others wait for it
-    ties       scores within TIE of each other: the node that served the conversation last,
-               then the own node, then the one with the least id
+    ties       scores within TIE of each other: the node that served the conversation last, then
+               the own node, then the better score, then the least id
 
 The order of the candidates has no part in it.
 """
