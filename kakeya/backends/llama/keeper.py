@@ -46,7 +46,8 @@ _ANSWER_TOKENS = 1024
 _CALL_S = 30.0
 """The limit of one save or restore."""
 _NAMED_S = 1.0
-"""How long a prompt waits for the digest of the weights, where the archive may hold its begin."""
+"""How long a prompt waits for the digest of the weights, where the archive may hold its begin, or
+its slot a history that would be lost."""
 _SPARE_BYTES = GIB
 """The disk keeps so many bytes free beside a file of a slot."""
 _ZEROS = bytes(MIB)
@@ -205,9 +206,14 @@ class SlotKeeper:
 
     async def _find(self, packed: bytes) -> tuple[StoredBlock | None, int]:
         await self._archive.ready()
-        if not self._seed and self._naming and self._archive.holds(self._child.model_id):
-            await asyncio.wait((self._naming,), timeout=_NAMED_S)
+        if self._archive.holds(self._child.model_id):
+            await self._named()
         return self._archive.best(self._seed, packed)
+
+    async def _named(self) -> bool:
+        if not self._seed and self._naming is not None:
+            await asyncio.wait((self._naming,), timeout=_NAMED_S)
+        return bool(self._seed)
 
     def _is_sooner(self, block: StoredBlock, tokens: int) -> bool:
         """Whether a file is likely read before so many tokens are computed."""
@@ -225,7 +231,7 @@ class SlotKeeper:
         return not rate or facts.kv_bytes_per_token / FIRST_RATE < 1 / rate
 
     async def _save(self, slot: Slot) -> None:
-        if not self._seed or not self._is_worth_saving(slot):
+        if not self._is_worth_saving(slot) or not await self._named():
             return
         block, shared = self._archive.best(self._seed, slot.packed)
         store = self._archive.store

@@ -38,11 +38,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def kept(folder: Path) -> AsyncIterator[SlotArchive]:
+async def kept(folder: Path, named_after_s: float = 0.0) -> AsyncIterator[SlotArchive]:
     names = PrefixNames(lambda _: "")
+
+    async def weights(path: Path, state: str) -> str:
+        await asyncio.sleep(named_after_s)
+        return await names.weights(path, state)
+
     async with opened(folder, clock=SystemClock()) as store:
         archive = SlotArchive()
-        archive.open(store, names.weights)
+        archive.open(store, weights)
         yield archive
         await archive.aclose(5.0)
         await names.aclose()
@@ -154,13 +159,15 @@ async def test_only_what_may_lie_on_a_disk_and_is_worth_it_is_saved(
         assert store_of(archive).stats().queued == 0
 
 
+@pytest.mark.parametrize("named_after_s", [0.0, 0.5])
 async def test_more_conversations_than_fit_stay_warm(
-    llama_server: Path, model: Path, tmp_path: Path
+    llama_server: Path, model: Path, tmp_path: Path, named_after_s: float
 ) -> None:
-    """Two slots, and room for three histories of so many tokens."""
+    """Two slots, and room for three histories of so many tokens; the digest of large weights is
+    there only after the first prompts."""
     asked = [conversation(20 + one) for one in range(4)]
     async with (
-        kept(tmp_path) as archive,
+        kept(tmp_path, named_after_s) as archive,
         llama(llama_server, model, archive=archive, parallel=2, ctx_size=2048) as backend,
     ):
         await backend.ready(60)
