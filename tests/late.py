@@ -30,7 +30,7 @@ from types import FrameType
 import pytest
 
 AGAIN = 12
-"""Later alarms come so many times in the time of the first: each 10 s of 120."""
+"""Later alarms come so many times in the time of the first: each 20 s of 240."""
 
 RUNNERS = ("/_pytest/", "/pluggy/", "/xdist/", "/execnet/", "/pytest_asyncio/", "tests/late.py")
 LATE = pytest.StashKey[str]()

@@ -137,6 +137,7 @@ async def test_who_only_connects_does_not_take_all_files_of_the_inviting_node(
 async def test_who_tries_many_tokens_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
     async with open_house() as house:
         token = decode_token(await house.token())
+        began_mono = house.clock.mono()
         async with grpc.aio.insecure_channel(token.addresses[0]) as channel:
             stub = JoinServiceStub(channel)
             for n in range(50):
@@ -144,7 +145,8 @@ async def test_who_tries_many_tokens_fills_no_log(caplog: pytest.LogCaptureFixtu
                     await stub.Join(pb.JoinRequest(csr=b"x", proof=bytes([n] * 32)), timeout=5)
                 assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert house.door.stats.wrong_proofs == 50
-    assert sum("refused to join" in record.message for record in caplog.records) == 1
+        seconds = house.clock.mono() - began_mono
+    assert 1 <= sum("refused to join" in record.message for record in caplog.records) <= 1 + seconds
 
 
 async def test_the_port_is_open_only_while_an_invite_lives(tmp_path: Path) -> None:
