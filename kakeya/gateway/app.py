@@ -51,6 +51,7 @@ from kakeya.core.figures import Figure
 from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.jobs import JobQueue
+from kakeya.dispatch.model_names import ModelNames
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.gateway.anthropic.count import CountRoute
 from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
@@ -58,24 +59,24 @@ from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
 from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.explain import ExplainRoute
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
-from kakeya.gateway.generation import Generations, client_of
-from kakeya.gateway.http.authorization import KeyCheck
+from kakeya.gateway.generation import Generations
+from kakeya.gateway.http.authorization import KeyCheck, client_of
 from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
 from kakeya.gateway.jobs import job_routes
 from kakeya.gateway.live_config import ConfigRoute
-from kakeya.gateway.model_bodies import (
+from kakeya.gateway.ollama.routes import ollama_routes
+from kakeya.gateway.openai.embeddings import EMBEDDING, EmbeddingRoute
+from kakeya.gateway.openai.image_store import ImageStore
+from kakeya.gateway.openai.images import IMAGE_NO_OPS, IMAGES, ImageRoute
+from kakeya.gateway.openai.models import (
     abilities,
     image_body,
     model_head,
     shown_defaults,
     task_body,
 )
-from kakeya.gateway.ollama.routes import ollama_routes
-from kakeya.gateway.openai.embeddings import EMBEDDING, EmbeddingRoute
-from kakeya.gateway.openai.image_store import ImageStore
-from kakeya.gateway.openai.images import IMAGE_NO_OPS, IMAGES, ImageRoute
 from kakeya.gateway.openai.requests import (
     CHAT,
     CHAT_NO_OPS,
@@ -89,6 +90,7 @@ from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, 
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
+from kakeya.gateway.preparation import Preparation
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.image import ImageModel
@@ -150,9 +152,12 @@ def build_app(
     texts = texts or Texts(clock.wall)
     tasks = tasks or TaskRegistry()
     relays = relays or Relays({}, clock)
+    preparation = Preparation(
+        router, texts=texts, limits=limits, clock=clock, rng=rng, precache=precache
+    )
     generations = Generations(
-        directory,
-        router,
+        ModelNames(directory, tasks, relays),
+        preparation,
         texts=texts,
         metrics=metrics,
         limits=limits,
@@ -160,8 +165,6 @@ def build_app(
         rng=rng,
         precache=precache,
         clients=clients or Clients(clock.mono),
-        tasks=tasks,
-        relays=relays,
     )
     gateway = Gateway(
         directory,
@@ -290,7 +293,7 @@ class Gateway:
             base = bodies.get(one.parent, {})
             own = {"id": one.model_id, "display_name": one.model_id, "parent": one.parent}
             models.append(base | own)
-        tasks = self._generations.tasks.tasks
+        tasks = self._generations.names.tasks.tasks
         named = [name for task in tasks.values() for name in task.names if name not in bodies]
         relayed = self._relayed_bodies(named)
         models += relayed.values()
@@ -314,7 +317,7 @@ class Gateway:
         for drawing in self._directory.image_models():
             if drawing.model_id == model_id:
                 return _json(image_body(drawing, self._created_at))
-        found, choice = self._generations.choose(model_id, client)
+        found, choice = self._generations.names.choose(model_id, client)
         if choice is not None:
             bodies = {
                 one.model_id: await self._model_body(one)
@@ -381,7 +384,7 @@ class Gateway:
         return _json(self._status().get("fleet", {}))
 
     async def _model_body(self, model: ServedModel) -> dict[str, object]:
-        text, common = await self._generations.text_of(model), self._common_body(model)
+        text, common = await self._generations.preparation.text_of(model), self._common_body(model)
         return common | {
             "role": "verifier",
             "max_output_tokens": common["context_length"],  # of an empty prompt: both share it
@@ -402,7 +405,7 @@ class Gateway:
 
     def _relayed_bodies(self, named: Sequence[str]) -> dict[str, dict[str, object]]:
         """Those of the backends' models, the `named` ones among them, by name."""
-        models = self._generations.relays.models(named)
+        models = self._generations.names.relays.models(named)
         return {one.model_id: self._relayed_body(one) for one in models}
 
     def _relayed_body(self, model: RelayedModel) -> dict[str, object]:

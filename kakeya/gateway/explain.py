@@ -18,8 +18,7 @@ from starlette.types import Scope
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.units import unpack_ids
 from kakeya.dispatch.clients import Clients
-from kakeya.gateway.generation import client_of
-from kakeya.gateway.http.authorization import sees_all
+from kakeya.gateway.http.authorization import client_of, sees_all
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.recent import TOKEN_BYTES, RecentRequests, RequestRecord
 from kakeya.text.text import TextModel, Texts

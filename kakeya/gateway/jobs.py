@@ -28,8 +28,8 @@ from kakeya.dispatch.capabilities import Capabilities, CapabilityCall
 from kakeya.dispatch.job import Job
 from kakeya.dispatch.jobs import JobQueue
 from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS, CoordinatorFields, take_fields
-from kakeya.gateway.generation import Generations, client_of
-from kakeya.gateway.http.authorization import sees_all
+from kakeya.gateway.generation import Generations
+from kakeya.gateway.http.authorization import client_of, sees_all
 from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.fields import flag_field, number_field, opaque, refuse_unknown, table

@@ -142,7 +142,7 @@ class PrecacheRoute:
         asked, fields = await read_request(scope, receive, generations.limits, read)
         client = fields.named(scope)
         name, profile = generations.meant(asked.model, client, scope)
-        model = generations.find(name, client)
+        model = generations.names.find(name, client)
         thinks = {**model.manifest.template_args, **thinking_args(profile.spec.thinking)}
         with generations.admitted(share_of(client, scope)):
             async with generations.connection(

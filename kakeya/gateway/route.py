@@ -13,7 +13,8 @@ from kakeya.core.errors import KakeyaError
 from kakeya.dispatch.clients import ClientRequest, RequestLabel
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
-from kakeya.gateway.generation import GenerationJob, Generations, client_of
+from kakeya.gateway.generation import GenerationJob, Generations
+from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.connection import Connection, read_request
 from kakeya.gateway.http.edge import send_json, stopping
 from kakeya.gateway.http.receipt import note_left_out, note_task
@@ -55,11 +56,11 @@ class GenerationRoute:
         )
         if self._detour and await self._detour(reply, whole, share, scope, receive, send):
             return
-        asked = generations.settled(fields.applied(reply.asked, scope), session, scope)
+        asked = generations.preparation.settled(fields.applied(reply.asked, scope), session, scope)
         note_left_out(scope, asked.params.left_out)
         asked, profile = generations.for_client(asked, client_of(scope), scope)
         asked = fields.under_profile(asked, profile, scope)
-        model, choice = generations.choose(asked.params.model, client_of(scope))
+        model, choice = generations.names.choose(asked.params.model, client_of(scope))
         if choice is not None:
             note_task(scope, choice)
             asked = fields.under_task(asked, choice.spec, scope)

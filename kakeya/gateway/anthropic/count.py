@@ -39,9 +39,9 @@ class CountRoute:
         caller = fields.named(scope)
         named, profile = generations.for_client(asked, caller, scope)
         wanted, _ = with_thinking(named, profile.spec.thinking)
-        model = generations.find(wanted.params.model, caller)
+        model = generations.names.find(wanted.params.model, caller)
         with generations.admitted(share_of(caller, scope), asked.params.user):
             async with generations.connection(receive, send, WaitTeller(model.waits_for)) as client:
-                count = await generations.count(wanted, model, scope)
+                count = await generations.preparation.count(wanted, model, scope)
                 client.finish()
                 await send_json(send, 200, compact({"input_tokens": count}))

@@ -69,6 +69,11 @@ def sees_all(scope: Scope) -> bool:
     return found
 
 
+def client_of(scope: Scope) -> str:
+    """The name of a caller: that of its API key, else one that it gives itself; "" = none."""
+    return Headers(scope=scope).get(CLIENT_NAME, "")
+
+
 def _check_holder(holder: ApiKey | None, path: str, *, is_given: bool) -> None:
     if holder is None:
         raise InvalidKey(

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, Response
 
 from kakeya.backends.relay.relays import RelayedModel
 from kakeya.core.clock import Clock
-from kakeya.gateway.generation import Generations, client_of
+from kakeya.gateway.generation import Generations
+from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.ollama.requests import read_model
 from kakeya.generation.facts import ModelState
@@ -60,7 +61,8 @@ class OllamaModels:
             for one in self._directory.adapted(client_of(request.scope))
             if one.parent in by_id
         ]
-        relays, tasks = self._generations.relays, self._generations.tasks.tasks
+        names = self._generations.names
+        relays, tasks = names.relays, names.tasks.tasks
         models += [self._tag(one.model_id, one) for one in relays.models()]
         for name, task in tasks.items():
             first = by_id.get(task.names[0]) or relays.find(task.names[0])
@@ -92,7 +94,7 @@ class OllamaModels:
         model: LoadableModel | RelayedModel | None = next(embedders, None)
         abilities, parameters = ["embedding"], ""
         if model is None:
-            model, _ = self._generations.choose(model_id, client_of(request.scope))
+            model, _ = self._generations.names.choose(model_id, client_of(request.scope))
             abilities = ["completion", "tools"]
             if not isinstance(model, RelayedModel):
                 abilities, parameters = await self._texts_of(model)
@@ -116,7 +118,7 @@ class OllamaModels:
 
     async def _texts_of(self, model: ServedModel) -> tuple[list[str], str]:
         """What a model can do, and its usual sampling as Ollama writes it."""
-        text = await self._generations.text_of(model)
+        text = await self._generations.preparation.text_of(model)
         if text is None:
             return ["completion"], ""
         known = [one for one in self._abilities(text) if one in ("completion", "tools", "thinking")]

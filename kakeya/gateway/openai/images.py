@@ -31,7 +31,8 @@ from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
 from kakeya.dispatch.job import Job
 from kakeya.dispatch.jobs import JobKind, JobQueue, Tell
 from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
-from kakeya.gateway.generation import Generations, client_of
+from kakeya.gateway.generation import Generations
+from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.body import refuse, text
 from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json

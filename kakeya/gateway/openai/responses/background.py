@@ -23,7 +23,8 @@ from kakeya.core.tasks import is_cancelled
 from kakeya.core.units import MIB
 from kakeya.dispatch.job import Job, JobState
 from kakeya.dispatch.jobs import JobKind, JobNotFound, JobQueue, Tell
-from kakeya.gateway.generation import Generations, client_of
+from kakeya.gateway.generation import Generations
+from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.request_ids import answer_id, scope_of
 from kakeya.gateway.openai.generation_params import SEED_BITS
@@ -115,7 +116,7 @@ class BackgroundResponses:
             return False
         client, params = client_of(scope), reply.asked.params
         asked, _ = self._generations.for_client(reply.asked, client, scope)
-        self._generations.choose(asked.params.model, client)
+        self._generations.names.choose(asked.params.model, client)
         response_id = answer_id(scope, reply.id_prefix)
         previous_id = whole.get("previous_response_id")
         request = {

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.generation import client_of
+from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.jobs import viewer_of
 from kakeya.gateway.openai.reply import compact
