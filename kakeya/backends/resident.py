@@ -4,10 +4,8 @@
               queue until the model is loaded
     embed     likewise, of an encoder
     draft     holds a lease too, but only of a model in memory: no draft waits
-    failed    an engine that was given up leaves the ledger; the first request after a pause loads
-              the model again; each pause is longer than the last one
 
-The arbiter decides whether and when a model is loaded; `EngineHandler` carries it out.
+The engines themselves are followed in `model_life`.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from weakref import WeakSet
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
-from kakeya.backends.engine.failures import ModelFailures
 from kakeya.backends.llama.plan import text_source
+from kakeya.backends.model_life import ModelLife
 from kakeya.backends.run_times import RunTimes
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms, terms_within
 from kakeya.core.clock import Clock
@@ -41,32 +39,22 @@ from kakeya.core.errors import (
     ModelLoading,
     PeerUnavailable,
 )
-from kakeya.core.figures import Json
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState, RequestLoad
 from kakeya.generation.frames import Frame, Usage
-from kakeya.generation.manifest import Category
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
 from kakeya.generation.waiting import RequestWait
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
-from kakeya.memory.arbiter.resident import Resident, ResidentKey, State
+from kakeya.memory.arbiter.resident import ResidentKey
 from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.prefix.request.exchange import PrefixExchange
 
-TEXT, DRAFT, EMBED = "text", "draft", "embedding"
-"""The capabilities of verifiers, of draft models and of embedders."""
-CAPABILITY_OF = {
-    ModelRole.VERIFIER: TEXT,
-    ModelRole.PROPOSER: DRAFT,
-    ModelRole.EMBEDDER: EMBED,
-}
 
-
-class ResidentModel:
+class ResidentModel(ModelLife):
     """A `ServedModel`, and a proposer for peers, on top of successive engines."""
 
     def __init__(
@@ -79,75 +67,18 @@ class ResidentModel:
         patience_s: float = WAIT_S,
     ) -> None:
         """A request without a deadline waits `patience_s` for the model."""
-        self._spec = spec
-        self._memory = memory
+        super().__init__(spec, memory, mono=clock.mono, on_change=lambda: on_change(self))
         self._clock = clock
-        self._on_change = on_change
         self._patience_s = patience_s
-        self._facts: ModelFacts | None = None
-        self.failures = ModelFailures(spec.model_id, clock.mono)
-        self._earlier_restarts = 0
         self._asking = 0
         self._runs = RunTimes()
         self._attempts: WeakSet[Attempt] = WeakSet()
-        self._is_expected = True
-        self._is_settled = False
-        self._rests = False
-        self._ending: EngineBackend | None = None
-        self.manifest = spec.manifest
-        """What its owner says of it at this moment."""
-        self.backend: EngineBackend | None = None
-        """The live engine; None while the model is not in memory."""
         self.prefixes: NodePrefixes | None = None
         """The store of the KV of prompts; None = none is kept."""
         self.on_usage: Callable[[Usage], None] = lambda _: None
         """Called with the usage of each whole decode."""
 
     # For callers
-
-    @property
-    def model_id(self) -> str:
-        """The id that callers use."""
-        return self._spec.model_id
-
-    @property
-    def role(self) -> ModelRole:
-        """The role for which the model is served."""
-        return self._spec.role
-
-    @property
-    def category(self) -> Category:
-        """The kind of the model's work."""
-        return self._spec.category
-
-    @property
-    def capability(self) -> str:
-        """The model's capability in the arbiter."""
-        return CAPABILITY_OF[self._spec.role]
-
-    @property
-    def resident(self) -> Resident | None:
-        """The model's entry in the ledger; None = it is not in memory."""
-        return self._memory.find(self.capability, self.model_id)
-
-    @property
-    def state(self) -> ModelState:
-        """The current state of the model."""
-        if self.backend is not None and self.backend.state is not ModelState.STOPPED:
-            is_ready = self.backend.state is ModelState.READY
-            return ModelState.LOADING if is_ready and not self._is_settled else self.backend.state
-        if self.failures.reason:
-            return ModelState.FAILED
-        resident = self.resident
-        is_coming = resident is not None and resident.state is State.LOADING
-        return ModelState.LOADING if is_coming or self._is_expected else ModelState.UNLOADED
-
-    @property
-    def last_error(self) -> str:
-        """The reason of FAILED or RESTARTING, in one sentence; "" otherwise."""
-        if self.backend is not None and self.backend.last_error:
-            return self.backend.last_error
-        return self.failures.reason
 
     @property
     def folder(self) -> Path | None:
@@ -164,26 +95,6 @@ class ResidentModel:
             return replace(load, seconds=left_s or None)
         return self._memory.wait_of(self.capability, self.model_id)
 
-    def load_status(self, now_mono: float) -> Json | None:
-        """Return how far the load of the model is, as JSON; None while it does not load."""
-        backend = self.backend
-        if backend is None or backend.progress is None:
-            return None
-        return {
-            "at": backend.progress.describe(),
-            "phase": backend.progress.phase.name.lower(),
-            "done_bytes": backend.progress.done_bytes,
-            "total_bytes": backend.progress.total_bytes,
-            "seconds": round(now_mono - backend.began_mono, 1),
-        }
-
-    @property
-    def facts(self) -> ModelFacts | None:
-        """The facts from the model's last engine; None before the first one was ready."""
-        if self.backend is not None and self.backend.facts is not None:
-            return self.backend.facts
-        return self._facts
-
     @property
     def can_serve(self) -> bool:
         """Whether a request at this moment would be served, or, of a drafter that left for
@@ -195,17 +106,6 @@ class ResidentModel:
         if not is_away or (self.role is ModelRole.PROPOSER and not self._rests):
             return False
         return self._memory.would_grant(self.capability, self.model_id)
-
-    @property
-    def pid(self) -> int | None:
-        """The engine's process id, also while the engine ends; None without an engine."""
-        backend = self.backend or self._ending
-        return None if backend is None else backend.pid
-
-    @property
-    def restarts(self) -> int:
-        """How often an engine of the model was restarted after its death."""
-        return self._earlier_restarts + (self.backend.restarts if self.backend else 0)
 
     @property
     def running(self) -> int:
@@ -345,81 +245,9 @@ class ResidentModel:
         if self.backend is not None:
             await self.backend.release(kv_key)
 
-    async def is_past(self, pid: int) -> bool:
-        """Whether the engine process answered from its model thread: it has finished all calls that
-        were cut off before."""
-        backend = self.backend
-        if backend is None or backend.pid != pid:
-            return False
-        return await backend.footprint() is not None and backend.pid == pid
-
     async def stats(self) -> EngineStats:
         """Return live figures of the engine; zeros without one."""
         return EngineStats() if self.backend is None else await self.backend.stats()
-
-    # For the handler
-
-    def opened(self, backend: EngineBackend) -> None:
-        """Note that an engine begins to load."""
-        self._is_expected = False
-        self._is_settled = False
-        self.backend = backend
-        self._on_change(self)
-
-    def settled(self, facts: ModelFacts) -> None:
-        """Note that the engine is loaded, measured and within its limits."""
-        self._facts = facts
-        self.failures.clear()
-        self._rests = False
-        self._is_settled = True
-        self._on_change(self)
-
-    def closed(self) -> None:
-        """Note that the engine is about to be ended."""
-        if self.backend is not None:
-            self._facts = self.backend.facts or self._facts
-            self._earlier_restarts += self.backend.restarts
-            self._ending = self.backend
-        self.backend = None
-        self._on_change(self)
-
-    def ended(self) -> None:
-        """Note that the process of the engine has ended."""
-        self._ending = None
-        self._on_change(self)
-
-    def left_idle(self) -> None:
-        """Note that the model left memory because no caller used it."""
-        self._rests = True
-        self._on_change(self)
-
-    def not_expected(self) -> None:
-        """Note that there was no room to load the model at the start."""
-        if self._is_expected:
-            self._is_expected = False
-            self._on_change(self)
-
-    def load_failed(self, reason: str) -> None:
-        """Note that the model could not be loaded."""
-        if self.failures.may_load:
-            self.failures.note(reason)
-        self._on_change(self)
-
-    def engine_changed(self) -> None:
-        """Note a change of the engine's state. A failed engine leaves memory when it is unused."""
-        backend = self.backend
-        if backend is not None and backend.state is ModelState.FAILED:
-            self.failures.note(backend.last_error)
-            self._drop_failed()
-        self._on_change(self)
-
-    @property
-    def may_come_back(self) -> bool:
-        """Whether the model is loaded without a request when there is room: a drafter unless it
-        left for idleness and no draft was asked since, others only if they were never tried."""
-        if self.role is ModelRole.PROPOSER:
-            return self.failures.may_load and not self._rests
-        return self._facts is None and not self.failures.reason
 
     # Holding it
 
@@ -477,17 +305,6 @@ class ResidentModel:
             raise
         finally:
             self._asking -= 1
-
-    def bar(self, reason: str) -> None:
-        """Load the model no more, for a reason in words; "" = load it again."""
-        if self.failures.bar(reason):
-            self._drop_failed()
-            self._on_change(self)
-
-    def _drop_failed(self) -> None:
-        resident = self.resident
-        if self.failures.reason and resident is not None and resident.is_idle:
-            self._memory.unload(self.capability, self.model_id)
 
 
 def _backend_of(handle: Handle) -> EngineBackend:

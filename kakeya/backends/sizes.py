@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kakeya.backends.images.model import IMAGE
-from kakeya.backends.resident import EMBED
+from kakeya.backends.model_life import EMBED
 from kakeya.core import darwin
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import unified_memory_bytes

@@ -32,7 +32,8 @@ from kakeya.backends.engines import EngineCommand, Engines
 from kakeya.backends.handler import EngineHandler
 from kakeya.backends.images.handler import ImageHandler, ImageModels
 from kakeya.backends.images.model import IMAGE, ResidentPipeline, WorkerSetup
-from kakeya.backends.resident import DRAFT, EMBED, TEXT, ResidentModel
+from kakeya.backends.model_life import DRAFT, EMBED, TEXT
+from kakeya.backends.resident import ResidentModel
 from kakeya.backends.sizes import LeaseSize, check_named, check_pinned, lease_sizes, node_budget
 from kakeya.backends.terms import DRAFT_TERMS
 from kakeya.core.clock import Clock

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from kakeya.backends.resident import TEXT, ResidentModel
+from kakeya.backends.model_life import TEXT
+from kakeya.backends.resident import ResidentModel
 from kakeya.core.errors import ModelLoading
 from kakeya.generation.frames import Usage
 from kakeya.generation.request import DecodeRequest, GenerationPriority

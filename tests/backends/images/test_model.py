@@ -13,7 +13,7 @@ import pytest
 
 from kakeya.backends.images.folder import CLASS_NAMES, pipeline_kind
 from kakeya.backends.images.model import IMAGE
-from kakeya.backends.resident import TEXT
+from kakeya.backends.model_life import TEXT
 from kakeya.core.errors import ConfigError, LoadFailed, MemoryRefused, PeerUnavailable
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB

@@ -14,7 +14,7 @@ from kakeya.backends.engine.process import Command
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.images.handler import ImageHandler, ImageModels
 from kakeya.backends.images.model import IMAGE, ResidentPipeline, WorkerSetup
-from kakeya.backends.resident import TEXT
+from kakeya.backends.model_life import TEXT
 from kakeya.backends.sizes import LeaseSize
 from kakeya.core.clock import SystemClock
 from kakeya.core.process import resident_bytes
