@@ -91,10 +91,10 @@ class Generations:
         return Connection(
             receive,
             send,
-            stream=stream,
             clock=self._clock,
             limits=self.limits,
-            waits_for=wait.describe if wait else lambda: "",
+            wait=wait,
+            stream=stream,
         )
 
     def for_client(

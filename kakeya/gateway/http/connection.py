@@ -26,6 +26,7 @@ from kakeya.gateway.http.body import Parsed, UnknownParameters, parse_body
 from kakeya.gateway.http.edge import BodyTimeout, BodyTooLarge, UnsupportedEncoding
 from kakeya.gateway.http.receipt import note_ignored
 from kakeya.generation.config import WAIT_S
+from kakeya.generation.waiting import WaitTeller
 
 _STREAM_HEADERS = [(b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 _PACKED = ("gzip", "zstd")
@@ -135,7 +136,7 @@ class StreamForm(Protocol):
         ...
 
     def keepalive(self, waits_for: str) -> bytes:
-        """Bytes for a silent stream; `waits_for` as for a `Connection`; b"" = none."""
+        """Bytes for a silent stream; `waits_for` as of `WaitTeller.describe`; b"" = none."""
         ...
 
 
@@ -153,12 +154,12 @@ class Connection:
         *,
         clock: Clock,
         limits: HttpLimits,
-        waits_for: Callable[[], str] = lambda: "",
+        wait: WaitTeller | None = None,
         stream: StreamForm | None = None,
     ) -> None:
-        """`waits_for` says for what the request waits, and where it stands; "" = for nothing.
-        `stream` None = the answer is sent whole."""
-        self._waits_for = waits_for
+        """`wait` tells for what the request waits; None = for nothing. `stream` None = the answer
+        is sent whole."""
+        self._wait = wait
         self._receive = receive
         self._send = send
         self._stream = stream
@@ -248,7 +249,7 @@ class Connection:
             pause_s = min(limits.progress_s, limits.keepalive_s - quiet_s)
             await self._clock.sleep(pause_s)
             quiet_s = quiet_s + pause_s if self._is_quiet else 0.0
-            waits_for = self._waits_for()
+            waits_for = "" if self._wait is None else self._wait.describe()
             is_due = bool(waits_for) or quiet_s >= limits.keepalive_s
             is_silent = self._is_quiet and not self._writes_since_mono and not self._is_over
             if is_due:

@@ -173,7 +173,7 @@ class EmbeddingRoute:
                 send,
                 clock=self._clock,
                 limits=embeddings.limits,
-                waits_for=WaitTeller(model.waits_for).describe,
+                wait=WaitTeller(model.waits_for),
             ) as client:
                 made = await embeddings.embed(
                     model,
