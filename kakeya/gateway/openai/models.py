@@ -1,15 +1,140 @@
-"""What /v1/models tells of a model beside the facts of its load, and of a task."""
+"""GET /v1/models and /v1/models/{id}: what is told of each model, and of each task."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kakeya.backends.relay.relays import RelayedModel
 from kakeya.dispatch.tasks import TaskSpec
+from kakeya.gateway.generation import Generations
+from kakeya.gateway.http.authorization import client_of
 from kakeya.generation.image import ImageModel
-from kakeya.generation.manifest import DIFFUSERS, Category, Manifest
+from kakeya.generation.manifest import DIFFUSERS, MLX, Category, Manifest
+from kakeya.generation.model import EmbeddingModel, LoadableModel, ModelDirectory, ServedModel
 from kakeya.generation.request import Sampling
 from kakeya.text.text import TextModel
+
+
+class ModelRoutes:
+    """The endpoints."""
+
+    def __init__(
+        self, directory: ModelDirectory, generations: Generations, *, created_at: int
+    ) -> None:
+        """`created_at` is told of all models, in seconds of the wall clock."""
+        self._directory = directory
+        self._generations = generations
+        self._created_at = created_at
+
+    def routes(self) -> list[Route]:
+        """The served paths."""
+        return [
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{model_id:path}", self.describe_model),
+        ]
+
+    async def list_models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        bodies = {
+            model.model_id: await self._model_body(model) for model in self._directory.verifiers()
+        }
+        models = list(bodies.values())
+        for one in self._directory.adapted(client_of(request.scope)):
+            base = bodies.get(one.parent, {})
+            own = {"id": one.model_id, "display_name": one.model_id, "parent": one.parent}
+            models.append(base | own)
+        tasks = self._generations.names.tasks.tasks
+        named = [name for task in tasks.values() for name in task.names if name not in bodies]
+        relayed = self._relayed_bodies(named)
+        models += relayed.values()
+        bodies |= relayed
+        for name, task in tasks.items():
+            models.append(task_body(name, task, bodies))
+        models += map(self._embedder_body, self._directory.embedders())
+        models += (image_body(one, self._created_at) for one in self._directory.image_models())
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
+        pages = {"has_more": False, "first_id": None, "last_id": None, **ends}
+        return _json({"object": "list", "data": models, **pages})
+
+    async def describe_model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        if not request.path_params["model_id"]:
+            raise HTTPException(404)  # the router's words name the path without the slash
+        client, model_id = client_of(request.scope), request.path_params["model_id"]
+        for one in self._directory.embedders():
+            if one.model_id == model_id:
+                return _json(self._embedder_body(one))
+        for drawing in self._directory.image_models():
+            if drawing.model_id == model_id:
+                return _json(image_body(drawing, self._created_at))
+        found, choice = self._generations.names.choose(model_id, client)
+        if choice is not None:
+            bodies = {
+                one.model_id: await self._model_body(one)
+                for one in self._directory.verifiers()
+                if one.model_id in choice.spec.names
+            }
+            bodies |= self._relayed_bodies(choice.spec.names)
+            return _json(task_body(model_id, choice.spec, bodies))
+        if isinstance(found, RelayedModel):
+            return _json(self._relayed_body(found))
+        adapted = self._directory.adapted(client) if ":" in found.model_id else ()
+        parents = [{"parent": one.parent} for one in adapted if one.model_id == found.model_id]
+        return _json(await self._model_body(found) | (parents[0] if parents else {}))
+
+    async def _model_body(self, model: ServedModel) -> dict[str, object]:
+        text, common = await self._generations.preparation.text_of(model), self._common_body(model)
+        return common | {
+            "role": "verifier",
+            "max_output_tokens": common["context_length"],  # of an empty prompt: both share it
+            "modalities": {"input": ["text"], "output": ["text"]},
+            "capabilities": text and abilities(text),
+            "default_parameters": text and shown_defaults(text.sampling, model.manifest),
+            "category": model.manifest.category or Category.TEXT,
+        }
+
+    def _embedder_body(self, model: EmbeddingModel) -> dict[str, object]:
+        return self._common_body(model) | {
+            "role": "embedder",
+            "category": Category.EMBEDDING,
+            "modalities": {"input": ["text"], "output": ["embeddings"]},
+            "capabilities": ["embedding"],
+            "dimensions": model.facts and model.facts.vector_size,
+        }
+
+    def _relayed_bodies(self, named: Sequence[str]) -> dict[str, dict[str, object]]:
+        """Those of the backends' models, the `named` ones among them, by name."""
+        models = self._generations.names.relays.models(named)
+        return {one.model_id: self._relayed_body(one) for one in models}
+
+    def _relayed_body(self, model: RelayedModel) -> dict[str, object]:
+        return self._common_body(model) | {
+            "role": "relay",
+            "kind": model.relay.kind,
+            "modalities": {"input": ["text"], "output": ["text"]},
+        }
+
+    def _common_body(self, model: LoadableModel | RelayedModel) -> dict[str, object]:
+        facts = model.facts
+        context = facts and (facts.longest_tokens or facts.context_tokens)
+        return model_head(model.model_id, self._created_at) | {
+            # Clients look for the context under one of three names. None before the first load.
+            "context_length": context,
+            "max_model_len": context,
+            "max_context_length": context,
+            "state": model.state.value,
+            "backend": model.relay.name
+            if isinstance(model, RelayedModel)
+            else model.manifest.backend or MLX,
+            "quantization": facts and (facts.quantization or facts.dtype),
+        }
 
 
 def task_body(
@@ -81,3 +206,7 @@ def shown_defaults(sampling: Sampling, manifest: Manifest) -> dict[str, object]:
         "repetition_penalty": sampling.repetition_penalty,
         **{name: value for name, value in own.items() if value is not None},
     }
+
+
+def _json(value: object) -> Response:
+    return Response(json.dumps(value, default=str), media_type="application/json")
