@@ -14,8 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.process import Command
+from kakeya.backends.engines import EngineCommand
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
+from kakeya.generation.spec import ModelSpec
 from kakeya.memory.machine.panics import NORMAL, Profile, find_profile, recent_incidents
 from kakeya.memory.machine.suspects import LoadStep, StayFile, load_step, refusal, series_of
 
@@ -85,6 +88,19 @@ class PanicCare:
         most = str(self.options(model_id).max_running)
         drafts = ("--draft-rows", "0") if self._is_least(model_id) else ()
         return (*drafts, "--max-running", most)
+
+    def with_flags(self, command: EngineCommand) -> EngineCommand:
+        """Return a command that gives an engine these flags."""
+
+        def for_model(spec: ModelSpec, resolved: str) -> Command:
+            on_socket = command(spec, resolved)
+
+            def with_flags(socket: Path) -> Sequence[str]:
+                return (*on_socket(socket), *self.flags(spec.model_id))
+
+            return with_flags
+
+        return for_model
 
     def kv_share(self, model_id: str) -> float:
         """Return the share of the KV that a model could have which it may have."""

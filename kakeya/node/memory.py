@@ -13,7 +13,6 @@ Plug-ins, jobs in other processes, adapters and the page arena use `arbiter`.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,18 +25,18 @@ from typing import Self
 
 from kakeya.backends.care import PanicCare
 from kakeya.backends.engine.backend import EngineOptions
-from kakeya.backends.engine.process import Command
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.engines import EngineCommand, Engines
 from kakeya.backends.handler import EngineHandler
 from kakeya.backends.images.handler import ImageHandler, ImageModels
 from kakeya.backends.images.model import IMAGE, ResidentPipeline, WorkerSetup
 from kakeya.backends.model_life import DRAFT, EMBED, TEXT
+from kakeya.backends.model_sizes import ModelSizes
 from kakeya.backends.resident import ResidentModel
-from kakeya.backends.sizes import LeaseSize, check_named, check_pinned, lease_sizes, node_budget
+from kakeya.backends.sizes import check_named, check_pinned, node_budget
 from kakeya.backends.terms import DRAFT_TERMS
 from kakeya.core.clock import Clock
-from kakeya.core.errors import ConfigError, NotFound
+from kakeya.core.errors import ConfigError
 from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.config import WAIT_S
@@ -65,8 +64,7 @@ from kakeya.memory.arbiter.resident import (
     Warmth,
 )
 from kakeya.memory.config import MemoryConfig
-from kakeya.memory.estimate.history import WORKING_SET, SizeHistory, SizeRecord
-from kakeya.memory.estimate.size_file import SizeFile, hub_folder
+from kakeya.memory.estimate.history import SizeRecord
 from kakeya.memory.figures import MemoryCounters, describe_memory, memory_figures
 from kakeya.memory.leases.keeper import LeaseKeeper, lease_keeper
 from kakeya.memory.log import MemoryLog
@@ -93,20 +91,6 @@ class EngineSetup:
     llama_server: str = ""
 
 
-def _with_care(command: EngineCommand, care: PanicCare) -> EngineCommand:
-    """Give an engine the flags that the node's care calls for at its start."""
-
-    def for_model(spec: ModelSpec, resolved: str) -> Command:
-        on_socket = command(spec, resolved)
-
-        def with_flags(socket: Path) -> Sequence[str]:
-            return (*on_socket(socket), *care.flags(spec.model_id))
-
-        return with_flags
-
-    return for_model
-
-
 class NodeMemory:
     """See the module. `on_change` is called when the set of servable models may have changed."""
 
@@ -131,10 +115,8 @@ class NodeMemory:
         self._clock = clock
         self._rng = rng
         self._on_change = on_change
-        self._file = SizeFile(data_dir)
-        self._history = SizeHistory()
+        self._sizes = ModelSizes(data_dir)
         self._working_set_bytes: int | None = None
-        self._sizes: dict[str, LeaseSize] = {}
         self._stack = AsyncExitStack()
         self._reports = report_folders(sys.platform, Path.home()) if reports is None else reports
         self._care = PanicCare(
@@ -160,7 +142,7 @@ class NodeMemory:
         )
         self.engines = Engines(
             [spec for spec in specs if spec.role is not ModelRole.DIFFUSION],
-            _with_care(setup.command, self._care),
+            self._care.with_flags(setup.command),
             self.arbiter,
             clock=clock,
             options=self._care.options(),
@@ -182,21 +164,21 @@ class NodeMemory:
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError if one model alone, or all pinned ones, exceed the budget."""
-        self._history = await asyncio.to_thread(self._file.load)
-        if self._history.newest_bytes(*WORKING_SET):
+        await self._sizes.load()
+        if self._sizes.working_set_bytes:
             await self._fit_budget()
-        self._sizes = await asyncio.to_thread(self._estimate)
+        await self._estimate()
         self._check_pinned()
-        check_named("memory.after_panics", self._config.after_panics, self._sizes)
+        check_named("memory.after_panics", self._config.after_panics, self._sizes.by_id)
         self._register()
         self._use_care()
         # A request may load a model as soon as a listener is open, which is before `start`.
         await self.engines.prepare()
         async with AsyncExitStack() as stack:
             self._keeper: StateWriter[tuple[SizeRecord, ...]] = StateWriter(
-                self._history.snapshot,
-                self._file.save,
-                saved=self._history.snapshot(),
+                self._sizes.history.snapshot,
+                self._sizes.save,
+                saved=self._sizes.history.snapshot(),
                 clock=self._clock,
             )
             await stack.enter_async_context(self.arbiter)
@@ -306,32 +288,26 @@ class NodeMemory:
         leases = self._leases.health() if self._leases else ()
         return (*self.arbiter.health(), *self._watch.health(), *leases)
 
-    def _estimate(self) -> dict[str, LeaseSize]:
+    async def _estimate(self) -> None:
         stated = {
             model.model_id: size
             for model in self._all()
             if (size := model.manifest.size_bytes) is not None
         }
         folders = {**self.engines.sources, **self.images.sources}
-        sources = {
-            model.model_id: (folders[model.model_id], model.capability) for model in self._all()
-        }
-        return lease_sizes(
-            sources,
+        await self._sizes.estimate(
+            {model.model_id: (folders[model.model_id], model.capability) for model in self._all()},
             self.arbiter.status().budget_bytes,
-            history=self._history,
-            hub=hub_folder(os.environ, Path.home()),
             stated_bytes=dict(self._config.stated_bytes) | stated,
             fixed_kv_bytes=self.engines.fixed_kv_bytes,
-            platform=sys.platform,
         )
 
     def _register(self) -> None:
         options = self._care.options()
         handler = EngineHandler(
             self.engines,
-            self._sizes,
-            self._history,
+            self._sizes.by_id,
+            self._sizes.history,
             self._watch,
             options,
             self.arbiter,
@@ -343,8 +319,8 @@ class NodeMemory:
                     name=name,
                     role=role,
                     handler=handler,
-                    estimate=self._lease_bytes,
-                    load_s=partial(self._load_s, name),
+                    estimate=self._sizes.lease_bytes,
+                    load_s=partial(self._sizes.load_s, name),
                     own_warmth=self._warmth,
                     concurrency=options.max_running,
                     max_waiting=options.max_waiting,
@@ -357,20 +333,20 @@ class NodeMemory:
                     role=DIFFUSION,
                     handler=ImageHandler(
                         self.images.by_id,
-                        self._sizes,
-                        self._history,
+                        self._sizes.by_id,
+                        self._sizes.history,
                         self.arbiter,
                         self._watch.guard,
                     ),
-                    estimate=self._lease_bytes,
-                    load_s=partial(self._load_s, IMAGE),
+                    estimate=self._sizes.lease_bytes,
+                    load_s=partial(self._sizes.load_s, IMAGE),
                     own_warmth=self._warmth,
                 )
             )
 
     def _check_pinned(self) -> None:
         texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
-        check_pinned(self._pinned(), self._sizes, texts, self.arbiter.status().budget_bytes)
+        check_pinned(self._pinned(), self._sizes.by_id, texts, self.arbiter.status().budget_bytes)
 
     def _pinned(self) -> frozenset[str]:
         said = (model.model_id for model in self._all() if model.manifest.pin)
@@ -381,16 +357,6 @@ class NodeMemory:
         return self._config.warmth(
             model.manifest, model.category, is_pinned=model_id in self._pinned()
         )
-
-    def _lease_bytes(self, model_id: str) -> int:
-        if model_id not in self._sizes:
-            known = ", ".join(self._sizes) or "none"
-            raise NotFound(f"no model of this node is called {model_id[:80]!r}; there are {known}")
-        return self._sizes[model_id].bytes
-
-    def _load_s(self, kind: str, model_id: str) -> float | None:
-        size = self._sizes.get(model_id)
-        return None if size is None else self._history.load_s(size.estimate.digest, kind)
 
     def _models(self) -> tuple[ResidentModel, ...]:
         """List the models, verifiers first: drafts are of no use without a verifier."""
@@ -434,7 +400,7 @@ class NodeMemory:
 
     async def _fit_budget(self) -> None:
         """Set the budget by the profile, and by the limit that Metal told the last engine."""
-        self._working_set_bytes = self._history.newest_bytes(*WORKING_SET)
+        self._working_set_bytes = self._sizes.working_set_bytes
         self.arbiter.set_budget(
             await asyncio.to_thread(
                 node_budget,
@@ -448,7 +414,7 @@ class NodeMemory:
         await every(TEND_S, self._look, clock=self._clock, rng=self._rng)
 
     async def _look(self) -> None:
-        if self._history.newest_bytes(*WORKING_SET) != self._working_set_bytes:
+        if self._sizes.working_set_bytes != self._working_set_bytes:
             await self._fit_budget()
         await self._bring_back()
         self._on_change()
@@ -463,9 +429,8 @@ class NodeMemory:
 
     def _follow(self, happened: Event) -> None:
         match happened:
-            case ModelLoad(key=(kind, name)) if kind in (*_ENGINES, IMAGE):
-                digest = self._sizes[name].estimate.digest
-                self._history.note_load(digest, kind, happened.load_s)
+            case ModelLoad(key=(kind, _)) if kind in (*_ENGINES, IMAGE):
+                self._sizes.note_load(happened.key, happened.load_s)
             case MemoryPressure():
                 self._comeback.pressed(happened.level, self._clock.mono())
             case Evicted() if happened.reason is Reason.PRESSURE:
