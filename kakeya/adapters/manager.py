@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kakeya.adapters.figures import BOUNDS_S, AdapterSnapshot, adapter_figures, queue_status
@@ -99,12 +98,7 @@ class AdapterManager:
         self._tasks.start("adapter tiers", self._rebalance_forever)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._tasks.aclose()
         await self._places.aclose()
 

@@ -32,7 +32,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kakeya.core.clock import Clock
@@ -126,12 +125,7 @@ class JobQueue:
         await self._writer.flush()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._writer.aclose()
 
     def add_kind(self, kind: JobKind) -> None:

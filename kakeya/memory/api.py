@@ -25,7 +25,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from kakeya.core import errors
@@ -97,12 +96,7 @@ class MemoryArbiter:
         self._start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
     # Plug-ins.

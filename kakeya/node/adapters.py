@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kakeya.adapters.config import AdapterConfig
@@ -58,12 +57,7 @@ class NodeAdapters:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     def status(self) -> dict[str, object]:

@@ -16,7 +16,6 @@ import os
 import random
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, replace
-from types import TracebackType
 from typing import Self
 
 from kakeya.backends.awake import StayAwake
@@ -117,12 +116,7 @@ class Agent:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
             await self._drain()
         finally:

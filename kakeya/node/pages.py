@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kakeya.adapters.config import AdapterConfig
@@ -111,12 +110,7 @@ class NodePages:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for model in self._memory.engines.of_role(ModelRole.VERIFIER):
             model.prefixes = None
         await self._memory.engines.archive.aclose(KEEP_S)

@@ -13,7 +13,6 @@ import random
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
@@ -96,12 +95,7 @@ class RuntimeService(RuntimeServiceServicer):
         self._tasks.start("session sweep", self._sweep_forever)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._tasks.aclose()
 
     @property

@@ -7,7 +7,6 @@ that still waits after a moment, as `x-kakeya-waiting: 2nd for memory, MODEL`.
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
@@ -36,12 +35,7 @@ class WaitMetadata:
         self._task = asyncio.get_running_loop().create_task(self._tell())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.over()
 
     async def over(self) -> None:

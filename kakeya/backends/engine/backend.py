@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kakeya.backends.attempt import Attempt
@@ -71,12 +70,7 @@ class EngineBackend(EngineLife):
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     manifest = NO_MANIFEST  # of an engine by itself, without a `ResidentModel`

@@ -18,7 +18,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self, assert_never
 
 from kakeya.backends.engine.backend import EngineBackend
@@ -148,12 +147,7 @@ class EngineWatch:
         self._tasks.start("engine guard", self.guard.run)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._tasks.aclose()
         for model_id in tuple(self._watched):
             self.detach(model_id)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from kakeya.backends.registry import Backends
@@ -190,12 +189,7 @@ class Relays:
         await asyncio.gather(*(relay.start() for relay in self._relays))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(relay.stop() for relay in self._relays))
 
     def find(self, model_id: str) -> RelayedModel | None:

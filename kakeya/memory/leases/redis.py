@@ -12,7 +12,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -80,12 +79,7 @@ class RedisLeaseStore:
         self._key = f"kakeya:leases:{await asyncio.to_thread(self._machine)}"
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         redis, self._redis = self._redis, None
         if redis is not None:
             await redis.aclose()

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from kakeya.core import errors
@@ -67,12 +66,7 @@ class SqliteLeaseStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lease store")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
             self._thread.shutdown(wait=False)

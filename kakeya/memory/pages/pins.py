@@ -13,7 +13,6 @@ One thread owns all of this; there is no lock, and `pin` and `unpin` are two sto
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Protocol
 
 from kakeya.core.errors import InvariantBroken, PageFreed
@@ -122,12 +121,7 @@ class Hold:
         self.pin()
         return self.block
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.pins > 0:  # 0 when the holder died meanwhile
             self.unpin()
 

@@ -10,8 +10,6 @@ block is seen, and goes before the pages are used again.
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from kakeya.core.errors import Conflict, PageFreed
 from kakeya.generation.kv import PageRef
 from kakeya.memory.pages.slabs import MappedSlab, map_slab, order_memory
@@ -70,12 +68,7 @@ class PageReader:
     def __enter__(self) -> PageReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _slab(self, ref: PageRef, *, writable: bool) -> MappedSlab:

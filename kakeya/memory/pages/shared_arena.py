@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 
 from kakeya.core.errors import InvalidArgument, OutOfPages, PageFreed
 from kakeya.core.figures import Durations
@@ -92,12 +91,7 @@ class Filling:
     def __enter__(self) -> Filling:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.rollback()
 
 
@@ -255,12 +249,7 @@ class PageArena:
     def __enter__(self) -> PageArena:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager

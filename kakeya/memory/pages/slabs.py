@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 
 from kakeya.core.errors import Conflict, InvalidArgument, OutOfPages, PageFreed
 
@@ -183,12 +182,7 @@ class SlabStore:
     def __enter__(self) -> SlabStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

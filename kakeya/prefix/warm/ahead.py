@@ -22,7 +22,6 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Protocol, Self
 
 from kakeya.core.clock import Clock
@@ -141,12 +140,7 @@ class NodePrecache:
         self._tasks.start("conversations", self._sweep_forever)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._tasks.aclose()
 
     # For the APIs of the node.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from kakeya.core.clock import Clock
@@ -57,12 +56,7 @@ class PrefixStart:
         self._tasks.start("prefixes of fresh engines", self._work)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._tasks.aclose()
 
     def ready(self, seat: EngineSeat) -> None:
