@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from kakeya.core.folders import default_folder
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.core.units import format_bytes
 
 if TYPE_CHECKING:  # gRPC takes longer to import than most commands to answer
@@ -52,12 +51,7 @@ def run(options: argparse.Namespace) -> int | None:
     """
     if options.command != "adapters":
         return None
-    given = options.data_dir
-    folder = (
-        Path(given)
-        if given
-        else default_folder(os.environ, platform=sys.platform, home=Path.home())
-    )
+    folder = data_dir_of(options)
     match options.action:
         case "add":
             return _add(folder, options)
@@ -69,7 +63,7 @@ def run(options: argparse.Namespace) -> int | None:
 
 def _action(actions: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
     action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-    action.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    add_data_dir(action)
     action.add_argument("--json", action="store_true", help="print JSON")
     return action
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.core.errors import StoreFailed
-from kakeya.core.folders import default_folder
 from kakeya.core.units import format_bytes
 from kakeya.node.datadir import find_running, is_held
 
@@ -69,7 +68,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         ("wipe", "remove all KV, also in the memory of the node; prompts are then computed again"),
     ):
         action = actions.add_parser(name, help=said, description=said, allow_abbrev=False)
-        action.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+        add_data_dir(action)
         action.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -84,12 +83,7 @@ def run(options: argparse.Namespace) -> int | None:
     from kakeya.prefix.disk.stats import DiskConfig
     from kakeya.prefix.disk.store import FOLDER
 
-    given = options.data_dir
-    data_dir = (
-        Path(given)
-        if given
-        else default_folder(os.environ, platform=sys.platform, home=Path.home())
-    )
+    data_dir = data_dir_of(options)
     folder = BlockFolder(
         data_dir / FOLDER, quarantine_bytes=DiskConfig(cap_bytes=1).quarantine_bytes
     )

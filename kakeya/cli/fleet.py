@@ -10,15 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.core.errors import InvalidArgument
-from kakeya.core.folders import default_folder
 from kakeya.core.host import host_label
 from kakeya.core.units import MIB
 from kakeya.node.datadir import DataDir
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace) -> int | None:
 
     Raises KakeyaError.
     """
-    folder = Path(options.data_dir) if getattr(options, "data_dir", "") else _default_folder()
+    folder = data_dir_of(options)
     match options.command:
         case "init":
             return _init(folder, options.label or host_label(), as_json=options.json)
@@ -100,13 +99,9 @@ def run(options: argparse.Namespace) -> int | None:
 
 def _command(commands: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
     command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    command.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    add_data_dir(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     return command
-
-
-def _default_folder() -> Path:
-    return default_folder(os.environ, platform=sys.platform, home=Path.home())
 
 
 def _init(folder: Path, label: str, *, as_json: bool) -> int:

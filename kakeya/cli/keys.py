@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
 from pathlib import Path
 from typing import TypeVar
 
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.core.errors import ConfigError
-from kakeya.core.folders import default_folder
 from kakeya.core.host import host_label
 from kakeya.core.settings import is_loopback, split_address
 from kakeya.gateway.http.keys import KeyRole, add_key, read_keys, remove_key
@@ -52,8 +51,7 @@ def run(options: argparse.Namespace) -> int | None:
     """
     if options.command not in ("key", "ca"):
         return None
-    usual = default_folder(os.environ, platform=sys.platform, home=Path.home())
-    folder = Path(options.data_dir) if options.data_dir else usual
+    folder = data_dir_of(options)
     match "ca" if options.command == "ca" else options.action:
         case "ca":
             pem = _authority(folder)
@@ -135,7 +133,7 @@ def _list(folder: Path, *, as_json: bool) -> None:
 
 def _action(actions: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
     action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-    action.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    add_data_dir(action)
     action.add_argument("--json", action="store_true", help="print JSON")
     return action
 

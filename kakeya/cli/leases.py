@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.core.errors import ConfigError
-from kakeya.core.folders import default_folder
 from kakeya.core.units import format_bytes
 from kakeya.node.datadir import make_folder
 
@@ -75,12 +75,12 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     clean.add_argument("--json", action="store_true", help="print JSON")
     for action in (run, shown, drain, clean):
-        action.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+        add_data_dir(action)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run one of these commands and return its exit status. Raises KakeyaError."""
-    folder = Path(options.data_dir) if options.data_dir else _default_folder()
+    folder = data_dir_of(options)
     match options.action:
         case "run":
             from kakeya.cli import lease_run
@@ -92,10 +92,6 @@ def run(options: argparse.Namespace) -> int:
             return _drain(folder, options)
         case _:
             return asyncio.run(_cleanup(folder, as_json=options.json))
-
-
-def _default_folder() -> Path:
-    return default_folder(os.environ, platform=sys.platform, home=Path.home())
 
 
 # List.

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote
 
@@ -29,9 +28,9 @@ from kakeya.cli import jobs as job_cli
 from kakeya.cli import keys as key_cli
 from kakeya.cli import leases as lease_cli
 from kakeya.cli.connect import command as connect_cli
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.node_api import NodeApi, find_node
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
-from kakeya.core.folders import default_folder
 from kakeya.generation.caller import PRIORITIES
 
 _WATCH_S = 1.0
@@ -64,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
         from kakeya.cli.demo import run_demo
 
         return run_demo(as_json=options.json)
-    folder = Path(options.data_dir) if options.data_dir else _default_folder()
+    folder = data_dir_of(options)
     if options.command == "doctor":
         from kakeya.cli import doctor
 
@@ -89,10 +88,6 @@ def _run(options: argparse.Namespace) -> int:
             return job_cli.run(node, options.action, options.job_id, as_json=options.json)
         case _:
             return _generate(node, options)
-
-
-def _default_folder() -> Path:
-    return default_folder(os.environ, platform=sys.platform, home=Path.home())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -142,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "peer", nargs="?", default="", metavar="PEER", help="label, node id or HOST:PORT (all)"
     )
-    doctor.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    add_data_dir(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -157,7 +152,7 @@ def _command(
         metavar="HOST:PORT",
         help="HTTP address of a node, or https://HOST:PORT",
     )
-    command.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    add_data_dir(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     return command
 

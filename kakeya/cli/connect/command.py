@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from kakeya.cli.connect.clients import CLIENTS, NO_KEY, AgentProgram, NodeTarget, openai_variables
 from kakeya.cli.connect.edit import Edit, Uneditable
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.node_api import NodeApi, find_node
 from kakeya.core.errors import (
     ConfigError,
@@ -27,7 +28,6 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.files import write_atomically
-from kakeya.core.folders import default_folder
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 _OPENAI = "openai"
@@ -52,7 +52,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="HOST:PORT",
         help="HTTP address of a node, or https://HOST:PORT (default: that of --data-dir)",
     )
-    connect.add_argument("--data-dir", default="", metavar="DIR", help="of the local node")
+    add_data_dir(connect)
     connect.add_argument("--model", default="", metavar="ID", help="default: the node's first")
     connect.add_argument(
         "--key", default="", metavar="KEY", help="an API key (default: $KAKEYA_API_KEY, or none)"
@@ -206,8 +206,7 @@ def _target(options: argparse.Namespace) -> NodeTarget:
     key = options.key or os.environ.get("KAKEYA_API_KEY") or ""
     if not key.isprintable() or not key.isascii() or " " in key:
         raise InvalidArgument("the key has a character that no HTTP header holds; see kakeya key")
-    usual = default_folder(os.environ, platform=sys.platform, home=Path.home())
-    folder = Path(options.data_dir) if options.data_dir else usual
+    folder = data_dir_of(options)
     node = find_node(options.node, folder, key)
     url = f"{'https' if node.is_encrypted else 'http'}://{node.address}"
     target = NodeTarget(url=url, model=options.model, key=key or NO_KEY)
