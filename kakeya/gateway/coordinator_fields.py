@@ -13,17 +13,19 @@ Other fields whose names begin with x_ are left out, and named by x-kakeya-ignor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from kakeya.backends.request import Request
 from kakeya.dispatch.clients import MOST_COOLDOWN_S
 from kakeya.dispatch.profiles import ClientProfile
 from kakeya.dispatch.tasks import TaskSpec
+from kakeya.gateway.http.body import Parsed
+from kakeya.gateway.http.connection import HttpLimits, read_request
 from kakeya.gateway.http.fields import number_field, table, text_field
 from kakeya.gateway.http.receipt import note_defaults, note_ignored
 from kakeya.gateway.openai.share_params import name_of, priority_field
@@ -134,6 +136,21 @@ def take_fields(
         any(body.get(name) not in (None, "auto") for name in _OWN_PRIORITY),
     )
     return {name: value for name, value in body.items() if not name.startswith(_FIRST)}, fields
+
+
+async def read_with_fields(
+    scope: Scope,
+    receive: Receive,
+    limits: HttpLimits,
+    parse: Callable[[Mapping[str, object]], Parsed],
+) -> tuple[Parsed, CoordinatorFields]:
+    """Read what a request asks for, and its fields. Raises as `read_request`."""
+
+    def read(whole: Mapping[str, object]) -> tuple[Parsed, CoordinatorFields]:
+        body, fields = take_fields(whole)
+        return parse(body), fields
+
+    return await read_request(scope, receive, limits, read)
 
 
 def _header_safe(name: str) -> str:

@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 from starlette.types import Receive, Scope, Send
 
 from kakeya.core.errors import InvalidArgument, Unsupported
-from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
+from kakeya.gateway.coordinator_fields import read_with_fields
 from kakeya.gateway.generation import Generations
-from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.fields import flag_field, refuse_unknown, table
 from kakeya.gateway.openai.cache_params import KEY_PARAMS, read_keys, retention_field
@@ -135,11 +134,7 @@ class PrecacheRoute:
         """Serve one request."""
         generations = self._generations
 
-        def read(whole: Mapping[str, object]) -> tuple[PrecacheRequest, CoordinatorFields]:
-            body, fields = take_fields(whole)
-            return parse_precache(body), fields
-
-        asked, fields = await read_request(scope, receive, generations.limits, read)
+        asked, fields = await read_with_fields(scope, receive, generations.limits, parse_precache)
         client = fields.named(scope)
         name, profile = generations.meant(asked.model, client, scope)
         model = generations.names.find(name, client)

@@ -3,15 +3,11 @@ reads it. Needs the model's text, not its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from starlette.types import Receive, Scope, Send
 
-from kakeya.backends.request import ChatRequest
 from kakeya.gateway.anthropic.requests import read_chat
-from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
+from kakeya.gateway.coordinator_fields import read_with_fields
 from kakeya.gateway.generation import Generations
-from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.receipt import note_left_out
 from kakeya.gateway.openai.reply import compact
@@ -30,11 +26,7 @@ class CountRoute:
         """Serve one request."""
         generations = self._generations
 
-        def read(whole: Mapping[str, object]) -> tuple[ChatRequest, CoordinatorFields]:
-            body, fields = take_fields(whole)
-            return read_chat(body), fields
-
-        asked, fields = await read_request(scope, receive, generations.limits, read)
+        asked, fields = await read_with_fields(scope, receive, generations.limits, read_chat)
         note_left_out(scope, asked.params.left_out)
         caller = fields.named(scope)
         named, profile = generations.for_client(asked, caller, scope)

@@ -23,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument
-from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
+from kakeya.gateway.coordinator_fields import read_with_fields
 from kakeya.gateway.embeddings import Embedded, EmbeddingInput, Embeddings
 from kakeya.gateway.http.body import refuse, text
-from kakeya.gateway.http.connection import Connection, read_request
+from kakeya.gateway.http.connection import Connection
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.fields import (
     choice_field,
@@ -155,11 +155,7 @@ class EmbeddingRoute:
         """Serve one request."""
         embeddings = self._embeddings
 
-        def read(whole: Mapping[str, object]) -> tuple[EmbeddingRequest, CoordinatorFields]:
-            body, fields = take_fields(whole)
-            return self._parse(body), fields
-
-        asked, fields = await read_request(scope, receive, embeddings.limits, read)
+        asked, fields = await read_with_fields(scope, receive, embeddings.limits, self._parse)
         caller = fields.named(scope, has_priority=True)
         name, profile = embeddings.meant(asked.model, caller, scope)
         priority = fields.urgency(scope)

@@ -30,11 +30,10 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
 from kakeya.dispatch.job import Job
 from kakeya.dispatch.jobs import JobKind, JobQueue, Tell
-from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
+from kakeya.gateway.coordinator_fields import CoordinatorFields, read_with_fields
 from kakeya.gateway.generation import Generations
 from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.body import refuse, text
-from kakeya.gateway.http.connection import read_request
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.fields import (
     NoOps,
@@ -185,12 +184,8 @@ class ImageRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises as `ImageModel.draw`, and ModelNotFound."""
 
-        def read(whole: Mapping[str, object]) -> tuple[ImageBody, CoordinatorFields]:
-            body, fields = take_fields(whole)
-            return parse_images(body), fields
-
         generations = self._generations
-        asked, fields = await read_request(scope, receive, generations.limits, read)
+        asked, fields = await read_with_fields(scope, receive, generations.limits, parse_images)
         model = self._find(asked.model)
         request = self._request(model, asked, fields, scope)
         if fields.ignored:
