@@ -37,7 +37,7 @@ from kakeya.fleet.cards.cards import (
 from kakeya.fleet.cards.framing import (
     FIXED64,
     LENGTH,
-    read_length,
+    read_content,
     read_number,
     skip_field,
     write_number,
@@ -92,13 +92,10 @@ def split_batch(message: bytes) -> CardBatch:
         fields = _count_field(fields)
         tag, at = read_number(message, at)
         if tag == _CARD_TAG:
-            length, at = read_length(message, at)
-            cards.append(message[at : at + length])
-            at += length
+            card, at = read_content(message, at)
+            cards.append(card)
         elif tag == _BEATS_TAG:
-            length, at = read_length(message, at)
-            beats = message[at : at + length]
-            at += length
+            beats, at = read_content(message, at)
         else:
             if tag == _SENT_AT_TAG and at + 8 <= end:
                 sent_at = struct.unpack_from("<d", message, at)[0]
@@ -120,9 +117,8 @@ def scan_cards(message: bytes, field: int) -> list[bytes]:
         fields = _count_field(fields)
         tag, at = read_number(message, at)
         if tag == wanted:
-            length, at = read_length(message, at)
-            found.append(message[at : at + length])
-            at += length
+            content, at = read_content(message, at)
+            found.append(content)
         else:
             at = skip_field(message, tag, at)
     if len(found) > MAX_BATCH_CARDS:

@@ -31,12 +31,12 @@ def read_number(message: bytes, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def read_length(message: bytes, at: int) -> tuple[int, int]:
-    """The length of a field's content, which is complete, and its first byte."""
+def read_content(message: bytes, at: int) -> tuple[bytes, int]:
+    """The whole content of a field, after its tag was read up to `at`, and where it ends."""
     length, at = read_number(message, at)
     if at + length > len(message):
         raise InvalidArgument(f"a field claims {length} bytes where {len(message) - at} are left")
-    return length, at
+    return message[at : at + length], at + length
 
 
 def skip_field(message: bytes, tag: int, at: int) -> int:

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kakeya.core.errors import InvalidArgument, Refused
-from kakeya.fleet.cards.framing import LENGTH, read_length, read_number, write_number
+from kakeya.fleet.cards.framing import LENGTH, read_content, read_number, write_number
 from kakeya.fleet.view.beats import TENTH_S, Beats
 from kakeya.v1 import fleet_pb2 as pb
 
@@ -88,9 +88,7 @@ def _fields(data: bytes) -> dict[int, bytes] | None:
         tag, at = read_number(data, at)
         if tag not in (_KEYS, _BEATS, _AGES, _PROOFS) or tag in fields:
             return None
-        length, at = read_length(data, at)
-        fields[tag] = data[at : at + length]
-        at += length
+        fields[tag], at = read_content(data, at)
     return fields
 
 

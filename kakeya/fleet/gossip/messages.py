@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.fleet.cards.convert import MAX_BATCH_CARDS, check_counts, check_size
-from kakeya.fleet.cards.framing import read_length, write_number
+from kakeya.fleet.cards.framing import read_content, write_number
 from kakeya.fleet.gossip.columns import KEY, KEY_BYTES, columns_from_wire, columns_to_wire
 from kakeya.fleet.view.beats import Beats, Keys, no_beats
 from kakeya.fleet.view.suspicion import MAX_ACCUSATIONS, Sign
@@ -160,8 +160,8 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     """The beats, unread, of a message that has them once and first, and the rest of it."""
     if data[:1] != _BEATS_TAG:
         return b"", data
-    length, at = read_length(data, 1)
-    return data[at : at + length], data[at + length :]
+    beats, end = read_content(data, 1)
+    return beats, data[end:]
 
 
 def _parse(message: Parsed, data: bytes) -> Parsed:
