@@ -20,10 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import grpc
-import grpc.aio
-
-from kakeya.core.errors import PeerProtocol, PeerUnavailable
+from kakeya.core.errors import PeerProtocol
 from kakeya.generation.caller import PRIORITY
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
@@ -32,10 +29,10 @@ from kakeya.v1 import precache_pb2
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
+from kakeya.wire.calls import calling
 from kakeya.wire.channels import Channels, Keepalive, is_local
 from kakeya.wire.encode import fitted, in_metadata
 from kakeya.wire.security import CLIENT_NAME
-from kakeya.wire.status import error_from_rpc
 from kakeya.wire.tls import FolderSecurity
 
 if TYPE_CHECKING:
@@ -155,12 +152,10 @@ class Client:
             eos_token_ids=eos_token_ids,
             model_id=model_id,
         )
-        try:
+        with calling(self._address):
             reply = await stub.CreateSession(
                 request, timeout=self._timeout_s, metadata=self._metadata
             )
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self._address) from None
         return ClientSession(stub, self._address, reply.session_id, self._timeout_s)
 
     async def warm(
@@ -189,10 +184,8 @@ class Client:
             retention=_RETENTIONS[retention],
             pin=pin,
         )
-        try:
+        with calling(self._address):
             reply = await stub.Warm(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self._address) from None
         return _report(reply, self._address)
 
 
@@ -223,10 +216,8 @@ class ClientSession:
         """Add tokens, all or none; return the history's length. Raises InvalidArgument for ids
         that the model does not have, and the failure of the call."""
         request = fitted(pb.AppendTokensRequest, session_id=self._session_id, token_ids=token_ids)
-        try:
+        with calling(self._address):
             reply = await self._stub.AppendTokens(request, timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self._address) from None
         return reply.history_length
 
     async def generate(
@@ -267,35 +258,27 @@ class ClientSession:
             metadata.append((CONVERSATION, in_metadata("conversation_id", conversation_id)))
         call = self._stub.Generate(request, timeout=timeout_s, metadata=tuple(metadata))
         try:
-            async for response in call:
-                match response.WhichOneof("payload"):
-                    case "token_id":
-                        yield response.token_id
-                    case "truncated":
-                        dropped = response.truncated.dropped_token_count
-                    case "done":
-                        self.last_done = _summary(response.done, dropped)
-                    case None:
-                        raise PeerProtocol(f"{self._address} sent a frame without a payload")
-            if self.last_done is None:
-                raise PeerProtocol(f"{self._address} ended a generation without a done frame")
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self._address) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise PeerUnavailable(f"the channel to {self._address} was closed") from None
+            with calling(self._address):
+                async for response in call:
+                    match response.WhichOneof("payload"):
+                        case "token_id":
+                            yield response.token_id
+                        case "truncated":
+                            dropped = response.truncated.dropped_token_count
+                        case "done":
+                            self.last_done = _summary(response.done, dropped)
+                        case None:
+                            raise PeerProtocol(f"{self._address} sent a frame without a payload")
+                if self.last_done is None:
+                    raise PeerProtocol(f"{self._address} ended a generation without a done frame")
         finally:
             call.cancel()
 
     async def info(self) -> SessionInfo:
         """Ask for the session's numbers; the call does not count as use of the session."""
         request = pb.GetSessionInfoRequest(session_id=self._session_id)
-        try:
+        with calling(self._address):
             reply = await self._stub.GetSessionInfo(request, timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self._address) from None
         return SessionInfo(
             history_length=reply.history_length,
             kv_live_bytes=reply.kv_live_bytes,
@@ -307,10 +290,8 @@ class ClientSession:
     async def close(self) -> int:
         """Forget the session at the node; return its last length. A second close is NotFound."""
         request = pb.CloseSessionRequest(session_id=self._session_id)
-        try:
+        with calling(self._address):
             reply = await self._stub.CloseSession(request, timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self._address) from None
         return reply.final_history_length
 
 

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-import grpc.aio
-
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     ConfigError,
@@ -59,8 +56,8 @@ from kakeya.fleet.identity.invite import (
 )
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import JoinServiceStub
+from kakeya.wire.calls import calling
 from kakeya.wire.channels import open_channel
-from kakeya.wire.status import error_from_rpc
 
 PENDING_KEY = "joining.pem"
 """The key's folder in the data directory, until the fleet has certified the key."""
@@ -224,10 +221,8 @@ async def _ask_until_answered(
 
 async def _ask(address: str, request: pb.JoinRequest) -> pb.JoinResponse:
     async with open_channel(address) as channel:
-        try:
+        with calling(address):
             return await JoinServiceStub(channel).Join(request, timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure, address) from failure
 
 
 def _nobody_answers(token: Token, now: float, failure: KakeyaError | None) -> PeerError:
