@@ -175,9 +175,9 @@ class ResidentModel(ModelLife):
     ) -> AsyncGenerator[Frame, None]:
         """Stream frames; exactly one Done, last. Closing the iterator stops the work in one step.
 
-        Raises the errors of the engine's decode, MemoryRefused and DrainTimeout if no room can be
-        made, ModelLoading if the request's time is too short for a load; with an
-        adapter, the errors of acquiring it.
+        Raises the errors of the engine's decode, MemoryRefused if no room can be made, ModelLoading
+        if the request's time is too short for a load, or for the use of a model that has to go;
+        with an adapter, the errors of acquiring it.
         """
         attempt = Attempt(
             request,

@@ -11,6 +11,8 @@ these claims proceeds.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kakeya.core import errors
@@ -46,35 +48,35 @@ class LoadTicket:
     """The time of its place: before `asked_mono` where the request came again."""
     kept_until_mono: float | None = None
     """The end of a kept place; None = the request is in the queue."""
+    is_stuck: bool = False
+    """Whether it waits for residents to drain, or for bytes that others hold."""
     stuck_since_mono: float | None = None
+    """The begin of such a wait that has a limit; None = it does not wait so."""
     stuck_s: float = 0.0
-    """Seconds of earlier waits for residents to drain, with waits for its turn between."""
+    """Seconds of earlier waits of this kind, with waits for its turn between."""
 
     def go_first(self) -> None:
         """Stand before all other requests, as the one that waited longest."""
         self.place_mono = -_EVER_S
 
-    def mark(self, now: float, *, is_stuck: bool) -> None:
-        """Note whether the request waits for residents to drain.
+    def mark(self, now: float, wait: NotYet) -> None:
+        """Note whether the request is stuck, and whether that has a limit.
 
-        The seconds are summed up: two requests that overtake each other by age both reach their
-        limit.
+        Uses end: a request with a deadline waits for residents in use until then. The seconds are
+        summed up: two requests that overtake each other by age both reach their limit.
         """
-        if self.stuck_since_mono is not None and not is_stuck:
+        self.is_stuck = wait.is_stuck
+        is_limited = wait.is_stuck and not (wait.claims and self.ask.deadline_mono < math.inf)
+        if self.stuck_since_mono is not None and not is_limited:
             self.stuck_s += now - self.stuck_since_mono
             self.stuck_since_mono = None
-        elif is_stuck and self.stuck_since_mono is None:
+        elif is_limited and self.stuck_since_mono is None:
             self.stuck_since_mono = now
 
     def limit_mono(self, rules: Rules) -> float | None:
-        """The end of its wait for residents to drain; None = it does not wait for that."""
+        """The end of its wait, where that has a limit; None = its deadline is the end."""
         since_mono = self.stuck_since_mono
         return None if since_mono is None else since_mono + rules.drain_limit_s - self.stuck_s
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether it waits for residents to drain, which has a limit."""
-        return self.stuck_since_mono is not None
 
     @property
     def is_of_model(self) -> bool:
@@ -139,8 +141,8 @@ class NotYet:
     """The request waits.
 
     `claims` are the residents that it needs to drain, `held_bytes` the free bytes that requests
-    behind it must leave. `is_stuck` = it waits for residents to drain, which has a limit, and not
-    just for its turn.
+    behind it must leave. `is_stuck` = it waits for residents to drain, or for bytes that others
+    hold, and not just for its turn.
     """
 
     claims: tuple[ResidentKey, ...] = ()
@@ -174,19 +176,17 @@ class QueueView:
 
 
 def decide(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict:
-    """Decide on a request; refuse it at its deadline, and at the limit of its wait for
-    residents."""
+    """Decide on a request; refuse it at its deadline, and at the limit of its wait."""
     ask, now = ticket.ask, view.now
     if view.is_stopping:
         return Refuse(errors.Refused(f"the memory arbiter is shutting down; {ask.key} is not lent"))
     if now >= ask.deadline_mono:
         return Refuse(late(ticket, view))
     verdict = consider(ticket, ahead, view)
-    ticket.mark(now, is_stuck=isinstance(verdict, NotYet) and verdict.is_stuck)
+    wait = verdict if isinstance(verdict, NotYet) else NotYet()
+    ticket.mark(now, wait)
     limit_mono = ticket.limit_mono(view.rules)
-    if isinstance(verdict, NotYet) and limit_mono is not None and now >= limit_mono:
-        return _stuck(ticket, verdict, view)
-    return verdict
+    return verdict if limit_mono is None or now < limit_mono else _stuck(ticket, wait, view)
 
 
 def keep(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> NotYet | None:
@@ -236,6 +236,13 @@ def late(ticket: LoadTicket, view: QueueView) -> errors.DeadlineExceeded:
             f"{ask.key} was not lent within the {left_s:.3g} s that the deadline left; allow more "
             "time"
         )
+    draining = [one for one in view.ledger.residents if one.state is State.DRAINING]
+    if ticket.is_stuck and (held := _in_use(draining)):
+        return errors.ModelLoading(
+            f"too long: {ask.key} waited for the room of {held}, still in use after the "
+            f"{left_s:.3g} s that the deadline left; ask again, or allow more time",
+            retry_after_s=view.rules.return_s,
+        )
     if resident is not None and resident.state is State.LOADING:
         wait_s = ask.load_s - (now - resident.last_used_mono)
     else:
@@ -263,9 +270,7 @@ def critical(ask: Ask, rules: Rules) -> errors.MemoryRefused:
 def _stuck(ticket: LoadTicket, wait: NotYet, view: QueueView) -> Refuse:
     """The refusal of a request that waited to the limit for residents to drain."""
     ask, limit_s = ticket.ask, view.rules.drain_limit_s
-    users = [view.ledger.get(key) for key in wait.claims]
-    held = ", ".join(f"{one.key} (refcount={len(one.leases)})" for one in users if one.leases)
-    if held:
+    if held := _in_use([view.ledger.get(key) for key in wait.claims]):
         error = errors.DrainTimeout(
             f"timeout waiting for {held} to drain: in use for over {limit_s:.3g} s while {ask.key} "
             f"waits for its room; ask again, its place in the queue is kept for "
@@ -281,6 +286,10 @@ def _stuck(ticket: LoadTicket, wait: NotYet, view: QueueView) -> Refuse:
             retry_after_s=limit_s,
         )
     )
+
+
+def _in_use(residents: Sequence[Resident]) -> str:
+    return ", ".join(f"{one.key} (refcount={len(one.leases)})" for one in residents if one.leases)
 
 
 def _consider_load(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict:

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 
 from kakeya.memory.arbiter.model_queue import ModelQueue
 from kakeya.memory.arbiter.policy import Rules, periods, ticket_rank
-from kakeya.memory.arbiter.queue import LoadTicket
+from kakeya.memory.arbiter.queue import LoadTicket, NotYet
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, ResidentKey
 
 _LATE_S = 0.5
@@ -181,7 +181,7 @@ class Tickets:
                 step(number)
         for lease, ticket in self._stuck.items():
             if lease not in stuck:  # it waits behind another one now
-                ticket.mark(now, is_stuck=False)
+                ticket.mark(now, NotYet())
         self._stuck = stuck
 
     def is_behind(self, ticket: LoadTicket, now: float) -> bool:

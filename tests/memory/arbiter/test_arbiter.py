@@ -223,6 +223,42 @@ def test_a_swap_gives_up_after_ten_seconds_and_says_who_stands_in_the_way() -> N
     world.lease(ask("see:a"))
 
 
+@pytest.mark.parametrize("use_s", [11.0, 40.0, 110.0])
+def test_a_request_with_a_deadline_waits_for_a_use_that_ends_before_it(use_s: float) -> None:
+    """The ten seconds are for requests that do not say how long they wait."""
+    world = World.of(100)
+    use = world.lease(ask("text:a", "text-target", 60))
+    waits = world.ask(ask("text:b", "text-target", 60, deadline=120.0))
+    world.wait(use_s)
+    assert waits not in world.refusals
+    world.release(use)
+    assert waits in world.grants
+
+
+def test_a_request_whose_deadline_ends_before_the_use_is_told_of_it() -> None:
+    world = World.of(100)
+    world.lease(ask("text:a", "text-target", 60))
+    waits = world.ask(ask("text:b", "text-target", 60, deadline=30.0))
+    world.wait(29.9)
+    assert waits not in world.refusals
+    world.wait(0.2)
+    error = world.refusals[waits]
+    assert isinstance(error, errors.ModelLoading)
+    assert "waited for the room of text:a (refcount=1), still in use after the 30 s" in str(error)
+    assert error.retry_after_s
+    again = world.ask(ask("text:b", "text-target", 60, deadline=60.0))
+    assert world.arbiter._tickets.get(again).has_come_again  # type: ignore[union-attr]
+
+
+def test_bytes_of_other_programs_are_waited_for_no_longer_with_a_deadline() -> None:
+    """They may never come back."""
+    world = World.of(100)
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 30, world.now))
+    waits = world.ask(ask("text:b", "text-target", 60, deadline=120.0))
+    world.wait(10.1)
+    assert isinstance(world.refusals[waits], errors.MemoryRefused)
+
+
 def test_a_request_without_time_for_a_load_finds_its_model_at_the_next_try() -> None:
     """Another model of the role is kept warm, so that the first try is over before its turn."""
     world = World.of(150)
