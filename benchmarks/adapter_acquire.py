@@ -36,7 +36,7 @@ from kakeya.adapters.files.store import AdapterRecord, AdapterStore
 from kakeya.adapters.manager import AdapterManager
 from kakeya.adapters.tiers import Tier
 from kakeya.backends.adapted import AdaptedModel
-from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import engine_command
 from kakeya.backends.resident import ResidentModel
 from kakeya.config import config

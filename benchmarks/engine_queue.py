@@ -13,7 +13,7 @@ import random
 import time
 
 from benchmarks.report import at_reference, emit, interleaved, machine_factor
-from kakeya.backends.engine.life import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.engine.kv.slots import KvSlots
 from kakeya.engine.model import LoadedFacts
 from kakeya.engine.queue.pace import Pace

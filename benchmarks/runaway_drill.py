@@ -30,7 +30,8 @@ from pathlib import Path
 
 from benchmarks.models import EMBEDDED
 from benchmarks.report import emit, median
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.core.clock import SystemClock

@@ -19,7 +19,8 @@ from kakeya.adapters.lease import AdapterUse
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends import endings
 from kakeya.backends.attempted import AttemptedModel, wait_of
-from kakeya.backends.engine.life import Engine, EngineLife
+from kakeya.backends.engine.engine import Engine
+from kakeya.backends.engine.life import EngineLife
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.generation.config import WAIT_S

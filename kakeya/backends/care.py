@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.process import Command
 from kakeya.backends.engines import EngineCommand
 from kakeya.core.clock import Clock

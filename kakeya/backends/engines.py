@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kakeya.adapters.config import AdapterConfig
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.child import Child, ChildClient, engine_client
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, Command
 from kakeya.backends.llama.archive import SlotArchive
 from kakeya.backends.llama.client import llama_client

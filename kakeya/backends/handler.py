@@ -12,7 +12,8 @@ import logging
 from collections.abc import Mapping
 
 from kakeya.backends.care import PanicCare
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.guard import GuardedEngine
 from kakeya.backends.engine.kv_lender import most_kv_bytes
 from kakeya.backends.engine.lease import EngineLease

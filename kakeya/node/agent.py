@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Self
 
 from kakeya.backends.awake import StayAwake
-from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
 from kakeya.backends.relay.relays import Relays
 from kakeya.config.config import NodeConfig, manifests_of, read_again

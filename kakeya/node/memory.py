@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Self
 
 from kakeya.backends.care import PanicCare
-from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.backends.engines import EngineCommand, Engines
 from kakeya.backends.handler import EngineHandler

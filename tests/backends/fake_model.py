@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kakeya.adapters.manager import AdapterWish
 from kakeya.backends.attempt import Attempt
-from kakeya.backends.engine.life import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.gate import Gate
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import PeerUnavailable

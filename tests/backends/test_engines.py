@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import sockets_folder
 from kakeya.cli.child import NodeProcess
 from kakeya.config import config

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.watch import EngineWatch
 from kakeya.core.clock import SystemClock
 from kakeya.core.process import resident_bytes

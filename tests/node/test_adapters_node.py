@@ -19,7 +19,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kakeya.backends.adapted import AdaptedModel
-from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import engine_command
 from kakeya.config import config
 from kakeya.core.clock import SystemClock

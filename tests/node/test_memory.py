@@ -20,8 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kakeya.backends import handler as engine_handler
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
-from kakeya.backends.engine.life import Engine
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import Engine, EngineOptions
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.backends.engines import engine_command
 from kakeya.backends.sizes import FIRST_KV_TOKENS

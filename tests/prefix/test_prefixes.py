@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kakeya.backends.engine.life import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.core.units import pack_ids

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import EngineCommand, engine_command
 from kakeya.backends.resident import ResidentModel
 from kakeya.config import config

@@ -14,7 +14,8 @@ from typing import Self
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.child import Child, ChildClient, engine_client
 from kakeya.backends.engine.client import EngineMemoryLimits
-from kakeya.backends.engine.life import Engine, EngineLife, EngineOptions, EngineSpec
+from kakeya.backends.engine.engine import Engine, EngineOptions, EngineSpec
+from kakeya.backends.engine.life import EngineLife
 from kakeya.backends.engine.process import Command
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import (
@@ -34,7 +35,6 @@ from kakeya.generation.model import ServedModel
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.waiting import RequestWait, WaitReason
 
-__all__ = ["EngineBackend", "EngineOptions"]
 _log = logging.getLogger(__name__)
 
 

@@ -12,15 +12,14 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-from kakeya.backends.engine.child import Child, ChildClient, engine_client
+from kakeya.backends.engine.child import Child, ChildClient
 from kakeya.backends.engine.client import EngineMemoryLimits
-from kakeya.backends.engine.process import Command, EngineProcess, SocketFolder
-from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn, RestartPolicy
+from kakeya.backends.engine.engine import Engine, EngineOptions, EngineSpec, KvSource, NoKvSource
+from kakeya.backends.engine.process import EngineProcess, SocketFolder
+from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn
 from kakeya.backends.gate import Gate
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
@@ -33,11 +32,7 @@ from kakeya.core.errors import (
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.generation.facts import ModelFacts, ModelState
-from kakeya.generation.frames import Frame, KvWant
-from kakeya.generation.kv import KvOffer
 from kakeya.generation.progress import LoadPhase, LoadProgress
-from kakeya.generation.request import DecodeRequest
-from kakeya.wire.channels import Keepalive
 
 _log = logging.getLogger(__name__)
 LOG_EVERY_S = 10.0
@@ -47,92 +42,6 @@ CARE_S = 300.0
 at a time: what ran together may have been too much."""
 EXIT_NOTICE_S = 0.25
 """How long to wait for an exit: a killed child breaks its streams a moment before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Times and bounds of one backend."""
-
-    start_timeout_s: float = 600.0
-    """The limit from the spawn to the model's facts; the largest models load for minutes."""
-    resume_timeout_s: float = 60.0
-    """How long a generation waits for an engine, at its start and after each loss."""
-    decode_timeout_s: float = 3600.0
-    draft_timeout_s: float = 5.0
-    call_timeout_s: float = 5.0
-    """The limit of all calls but Decode, Draft and LoadAdapter, which have their own."""
-    probe_interval_s: float = 5.0
-    probe_timeout_s: float = 10.0
-    """An engine that misses this `max_missed_probes` times in a row is killed."""
-    max_step_s: float = 60.0
-    """A model thread that works longer than this at one step misses its probe, even if the process
-    answers. The longest normal step is a draft after a prefix of a whole context: seconds."""
-    max_missed_probes: int = 2
-    stop_grace_s: float = 0.5
-    """Seconds from SIGTERM to SIGKILL. An engine saves nothing, and its callers had their grace."""
-    keep_s: float = 5.0
-    """Seconds in which a child that is ended in order may save its KV before."""
-    max_running: int = 64
-    max_waiting: int = 192
-    max_losses_in_a_row: int = 3
-    """A generation that loses this many engines without a token between them is given up."""
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-    keepalive: Keepalive = field(default_factory=Keepalive)
-
-
-class KvSource(Protocol):
-    """The source of memory for an engine's keys and values."""
-
-    def free_bytes(self) -> int:
-        """Bytes that would be lent now, without models leaving for it."""
-        ...
-
-    async def lend(self, want: KvWant) -> None:
-        """Answer an engine with new bounds."""
-        ...
-
-
-class NoKvSource:
-    """Lends nothing: for engines whose KV bound is fixed, which do not ask."""
-
-    def free_bytes(self) -> int:
-        """None are free."""
-        return 0
-
-    async def lend(self, want: KvWant) -> None:
-        """Leave the question without an answer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Engine:
-    """A child that serves."""
-
-    process: EngineProcess
-    client: ChildClient
-    decode_timeout_s: float
-    free_kv_bytes: Callable[[], int]
-
-    @property
-    def pid(self) -> int:
-        """The process id of the child."""
-        return self.process.pid
-
-    def decode(self, request: DecodeRequest, offer: KvOffer) -> AsyncGenerator[Frame, None]:
-        """Stream the frames of a decode. Raises the errors of `ChildClient.decode`."""
-        offer = replace(offer, free_bytes=self.free_kv_bytes())
-        return self.client.decode(request, self.decode_timeout_s, offer)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """The child to run, and what makes its client. `env` None = the agent's, `runtime_dir` None =
-    the system's default."""
-
-    model_id: str
-    command: Command
-    client: Callable[[Child], ChildClient] = engine_client
-    runtime_dir: Path | None = None
-    env: Mapping[str, str] | None = None
 
 
 class EngineLife:

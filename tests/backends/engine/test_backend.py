@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from kakeya.backends.engine import life
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, SocketFolder
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.core.errors import ConfigError, InvalidArgument, PeerUnavailable, QueueFull

@@ -12,8 +12,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.client import EngineMemoryLimits
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.guard import (
     CLOSE_S,
     IDLE_S,

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.llama.archive import SlotArchive
 from kakeya.backends.llama.client import llama_client
 from kakeya.backends.llama.plan import plan_of

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.llama.archive import SlotArchive
 from kakeya.core.clock import SystemClock
 from kakeya.generation.frames import Done, Tokens

@@ -16,7 +16,8 @@ import openai
 import pytest
 from jsonschema import Draft202012Validator
 
-from kakeya.backends.engine.backend import EngineBackend, EngineOptions
+from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.llama.http import call
 from kakeya.core.errors import ConfigError, InvalidArgument, UnknownMethod, Unsupported
 from kakeya.generation.facts import ModelFacts, ModelState

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from kakeya.backends.engine.backend import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import Engines
 from kakeya.cli.child import NodeProcess
 from kakeya.cli.main import main
