@@ -36,7 +36,7 @@ from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.jobs import node_jobs
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.fleet.cards.cards import Offer
-from kakeya.fleet.gossip.round import Round
+from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.identity.identity import Identity
 from kakeya.fleet.identity.membership import open_trust
 from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch

@@ -26,7 +26,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Card, Offer
 from kakeya.fleet.config import FleetConfig
 from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
-from kakeya.fleet.gossip.round import Round
+from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.gossip.service import CapabilityService, register
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.identity.identity import load_peers

@@ -12,7 +12,8 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Endpoint, Offer, OfferedModel
 from kakeya.fleet.cards.convert import to_wire
-from kakeya.fleet.gossip.round import Round, exchange_once
+from kakeya.fleet.gossip.outcome import Round
+from kakeya.fleet.gossip.round import exchange_once
 from kakeya.fleet.gossip.service import CapabilityService, register
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.identity.authority import authority_of, new_fleet

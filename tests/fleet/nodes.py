@@ -16,7 +16,8 @@ from kakeya.core.ids import ModelId
 from kakeya.fleet.cards.cards import Card, CardRole, CardTrust, Endpoint, Offer, OfferedModel
 from kakeya.fleet.cards.convert import from_wire, to_wire
 from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
-from kakeya.fleet.gossip.round import Round, exchange_once
+from kakeya.fleet.gossip.outcome import Round
+from kakeya.fleet.gossip.round import exchange_once
 from kakeya.fleet.gossip.service import CapabilityService, register
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.view.registry import CapabilityRegistry, MergeReport

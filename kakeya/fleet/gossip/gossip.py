@@ -16,7 +16,8 @@ from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, every
 from kakeya.fleet.cards.cards import DEFAULT_INTERVAL_S, Card, CardFault, Offer, is_dialable
-from kakeya.fleet.gossip.round import DEFAULT_TIMEOUT_S, Exchanger, Round
+from kakeya.fleet.gossip.outcome import Round
+from kakeya.fleet.gossip.round import DEFAULT_TIMEOUT_S, Exchanger
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.gossip.targets import DEFAULT_FANOUT, choose_targets, in_random_order
 from kakeya.fleet.view.registry import CapabilityRegistry

@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import grpc.aio
@@ -28,9 +26,8 @@ from kakeya.core.errors import (
     PeerProtocol,
     UnknownMethod,
 )
-from kakeya.core.ids import NodeId
 from kakeya.core.log import event
-from kakeya.fleet.cards.cards import CardFault
+from kakeya.fleet.gossip.outcome import PeerOutcome, Round, joined
 from kakeya.fleet.gossip.sync import MAX_CARDS_BYTES, MAX_REPAIR_BYTES, Accepted, Sync
 from kakeya.fleet.view.registry import CapabilityRegistry, MergeReport
 from kakeya.fleet.view.slices import in_slices
@@ -47,55 +44,6 @@ PATIENCE_S = 1.0
 """Patience with a silent target: many times the round trip of a local network."""
 PLAIN_S = 600.0
 """Time for which an address without Sync gets full exchanges; it may be updated later."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOutcome:
-    """The outcome of one peer in a round. `error` is "" when it answered."""
-
-    address: str
-    error: str = ""
-    error_code: str = ""
-    rtt_s: float = 0.0
-    sent_bytes: int = 0
-    cards_received: int = 0
-    has_pushed: bool = False
-    """Whether it wanted bodies. It may have held back cards that these might have outdated."""
-    changed: tuple[NodeId, ...] = ()
-    dropped: Mapping[CardFault, int] = field(default_factory=dict)
-    clamped: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """The report of one round. `sent_bytes` counts requests and pushes."""
-
-    outcomes: tuple[PeerOutcome, ...]
-    seconds: float = 0.0
-    sent_bytes: int = 0
-
-    @property
-    def errors(self) -> dict[str, str]:
-        """A sentence for each peer that failed, by address."""
-        return {outcome.address: outcome.error for outcome in self.outcomes if outcome.error}
-
-    @property
-    def changed(self) -> int:
-        """Cards that were new or newer."""
-        return sum(len(outcome.changed) for outcome in self.outcomes)
-
-    @property
-    def dropped(self) -> Mapping[CardFault, int]:
-        """Cards that were refused, by fault."""
-        total: Counter[CardFault] = Counter()
-        for outcome in self.outcomes:
-            total.update(outcome.dropped)
-        return total
-
-    @property
-    def clamped(self) -> int:
-        """Cards that were kept with a TTL moved into the bounds."""
-        return sum(outcome.clamped for outcome in self.outcomes)
 
 
 async def exchange_once(
@@ -126,35 +74,10 @@ async def exchange_once(
             return first
         left_s = max(started_mono + timeout_s - clock.mono(), MIN_TIMEOUT_S)
         exchanger = Exchanger(registry, sync, channels=opened, clock=clock, timeout_s=left_s)
-        return _joined(first, await exchanger.round(again))
+        return joined(first, await exchanger.round(again))
     finally:
         if channels is None:
             await opened.aclose()
-
-
-def _joined(first: Round, second: Round) -> Round:
-    """One report of two rounds, of which the second asked some of the targets of the first."""
-    later = {outcome.address: outcome for outcome in second.outcomes}
-    return Round(
-        outcomes=tuple(
-            _both(outcome, later[outcome.address]) if outcome.address in later else outcome
-            for outcome in first.outcomes
-        ),
-        seconds=first.seconds + second.seconds,
-        sent_bytes=first.sent_bytes + second.sent_bytes,
-    )
-
-
-def _both(first: PeerOutcome, second: PeerOutcome) -> PeerOutcome:
-    return replace(
-        second,
-        sent_bytes=first.sent_bytes + second.sent_bytes,
-        cards_received=first.cards_received + second.cards_received,
-        changed=tuple(dict.fromkeys(first.changed + second.changed)),
-        dropped=Counter(first.dropped) + Counter(second.dropped),
-        clamped=first.clamped + second.clamped,
-        has_pushed=True,
-    )
 
 
 class Exchanger:

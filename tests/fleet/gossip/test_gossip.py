@@ -15,7 +15,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.cards.convert import MAX_BATCH_CARDS, join_cards, split_cards
 from kakeya.fleet.gossip.gossip import FULL_EVERY, Gossip, GossipConfig, GossipStats
-from kakeya.fleet.gossip.round import PeerOutcome, Round
+from kakeya.fleet.gossip.outcome import PeerOutcome, Round
 from kakeya.fleet.gossip.sync import MAX_REPAIR_BYTES, Sync
 from kakeya.fleet.gossip.targets import MAX_DIALS, choose_targets, fit_batch
 from kakeya.fleet.view.registry import REMEMBER_S
