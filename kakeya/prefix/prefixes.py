@@ -29,9 +29,10 @@ from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.pages.node_arena import NodeArena
+from kakeya.prefix.disk.read_back import Recall
 from kakeya.prefix.disk.stats import DiskConfig, DiskStats
 from kakeya.prefix.disk.store import FOLDER, BlockStore
-from kakeya.prefix.disk.transfer import PrefixDisk, Recall
+from kakeya.prefix.disk.transfer import PrefixDisk
 from kakeya.prefix.figures import prefix_figures, prefix_status
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import Facts
@@ -258,10 +259,10 @@ class NodePrefixes:
         return Wiped(blocks=blocks, files=done.files, kept=done.kept, has_disk=True)
 
     async def recall(self, naming: Naming, nbytes: int) -> Recall:
-        """Bring back blocks as `PrefixDisk.recall` does, and the endings of prompts."""
+        """Bring back blocks as `ReadBack.recall` does, and the endings of prompts."""
         if self._disk is None:
             return Recall([])
-        came = await self._disk.recall(self.pages.shelf(naming), naming, nbytes)
+        came = await self._disk.reading.recall(self.pages.shelf(naming), naming, nbytes)
         await self.endings.recall()
         return came
 
@@ -305,7 +306,9 @@ class NodePrefixes:
         origins: dict[BlockId, Source] = {}
         await self._look_through_disk()
         if self._disk is not None:
-            came = await self._disk.bring(shelf, naming, pieces, block_class, self.turns.landed)
+            came = await self._disk.reading.bring(
+                shelf, naming, pieces, block_class, self.turns.landed
+            )
             origins.update(dict.fromkeys(came, Source.DISK))
         if self.elsewhere is not None:
             whole = [piece.id for piece in pieces if not piece.is_tail]

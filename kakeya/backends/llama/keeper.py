@@ -35,7 +35,7 @@ from kakeya.generation.facts import ModelFacts
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.disk.kvb import StoredBlock
-from kakeya.prefix.disk.transfer import FIRST_RATE
+from kakeya.prefix.disk.read_back import FIRST_RATE
 from kakeya.prefix.names.blocks import TOKEN_BYTES, shared_tokens
 
 _log = logging.getLogger(__name__)

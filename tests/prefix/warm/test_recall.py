@@ -134,7 +134,7 @@ async def test_requests_that_come_meanwhile_find_their_prompts(tmp_path: Path) -
 async def test_none_is_brought_back_while_a_request_waits_for_the_disk(tmp_path: Path) -> None:
     await stored(tmp_path)
     async with world(tmp_path, disk=True) as here:
-        disk = here.prefixes._disk
+        disk = here.prefixes._disk.reading
         asked = asyncio.ensure_future(here.ask(FIRST))
         while not disk._asking:
             await asyncio.sleep(0)
@@ -201,7 +201,7 @@ async def test_a_slow_disk_is_waited_for_where_nobody_waits(tmp_path: Path) -> N
         facts = here.engine.facts
         assert facts is not None
         here.engine.facts = replace(facts, prefill_tokens_per_second=1e6)
-        here.prefixes._disk._rate = 1.0  # as measured: computing is sooner by far
+        here.prefixes._disk.reading._rate = 1.0  # as measured: computing is sooner by far
         await started(here)
         naming = here.prefixes.names.known("toy", "")
         assert naming is not None
