@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import hashlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -25,13 +23,11 @@ from dataclasses import replace
 from typing import Protocol, Self
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
+from kakeya.core.errors import KakeyaError
 from kakeya.core.figures import Figure, Json
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth, every
-from kakeya.core.units import pack_ids
 from kakeya.generation.facts import ModelFacts, ModelState
-from kakeya.generation.manifest import Manifest
 from kakeya.generation.model import ModelDirectory
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.arbiter.events import Event, MemoryPressure
@@ -39,15 +35,13 @@ from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.figures import warm_figures, warm_status
 from kakeya.prefix.names.keys import SYSTEM_PREFIX, derive_slot_id, resolve_key, sanitise
 from kakeya.prefix.seam import (
-    AT_HAND_S,
     PrefixClaim,
     TokenSource,
     WarmReport,
     Wiped,
-    facts_at_hand,
     warmed_for,
 )
-from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
+from kakeya.prefix.warm.declared import DeclaredPrompts
 from kakeya.prefix.warm.prewarm import Prewarmer
 from kakeya.prefix.warm.slots import (
     Conversation,
@@ -57,10 +51,7 @@ from kakeya.prefix.warm.slots import (
     slot_key,
 )
 from kakeya.prefix.warm.warming import Kind, Prefix, WarmSource
-from kakeya.text.changing_lines import ChangingLine, move_changing_lines
-from kakeya.text.chat import Chat
-from kakeya.text.prefix import encode_ahead
-from kakeya.text.prompt import most_prompt_tokens
+from kakeya.text.changing_lines import ChangingLine
 from kakeya.text.text import Texts
 
 _log = logging.getLogger(__name__)
@@ -129,13 +120,13 @@ class NodePrecache:
         self._used_by: dict[_Slot, str] = {}
         self.elsewhere: Callable[[PrefixClaim, str, TokenSource], bool] = lambda *_: False
         """Takes over what is to be warm under a KV key, if another node serves its requests."""
-        self._rendered: dict[int, bytes] = {}
-        """Digests of the last rendered texts of declared prompts; b"" = they could not be
-        rendered."""
+        self.declared = DeclaredPrompts(
+            config.prompts, models, texts, self._prewarmer, moved_kinds=config.move_lines
+        )
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError for a declared prompt whose files or model cannot be used."""
-        await asyncio.to_thread(self._check_prompts)
+        await asyncio.to_thread(self.declared.check)
         self._tasks.start("prewarm", self._prewarmer.run)
         self._tasks.start("conversations", self._sweep_forever)
         return self
@@ -189,7 +180,7 @@ class NodePrecache:
             self.kv_key(claim)
         report = self._prewarmer.renew(_file_name(claim))
         if report is None:
-            self.warm_declared(claim.model_id)
+            self.declared.warm(claim.model_id)
         return report
 
     async def warm(
@@ -246,7 +237,7 @@ class NodePrecache:
         self._warmed_pids[model.model_id] = model.pid
         if model.facts is not None:
             self.texts.renew(model.facts.model_path)
-        self.warm_declared(model.model_id)
+        self.declared.warm(model.model_id)
 
     async def recalled(self, facts: ModelFacts, histories: Sequence[Sequence[int]]) -> None:
         """Keep the tokens of texts with KV that came back, so that a request with such a text finds
@@ -256,23 +247,6 @@ class NodePrecache:
         """
         text = await self.texts.get(facts.model_path)
         await asyncio.to_thread(text.learn, histories)
-
-    def warm_declared(self, model_id: str) -> None:
-        """Warm the prompts of a model, and of its adapters."""
-        for index, prompt in enumerate(self._config.prompts):
-            named = self._named(prompt)
-            if model_id in (named, named.rpartition(":")[0]):
-                self._submit(index, prompt)
-
-    def _submit(self, index: int, prompt: DeclaredPrompt) -> None:
-        prefix = Prefix(
-            key=f"{SYSTEM_PREFIX}/{index}",
-            model_id=self._named(prompt),
-            tokens=functools.partial(self._declared_tokens, index, prompt),
-            block_class=BlockClass.SYSTEM,
-            is_kept=True,
-        )
-        self._prewarmer.submit(prefix, Kind.KEPT)
 
     def happened(self, told: Event) -> None:
         """Note an event of the memory arbiter."""
@@ -333,46 +307,6 @@ class NodePrecache:
                 recommended=status.recommended,
             )
 
-    async def _declared_tokens(self, index: int, prompt: DeclaredPrompt) -> Sequence[int]:
-        """Render a declared prompt as it stands on disk now."""
-        self._rendered[index] = b""
-        model = self._models.get(self._named(prompt))
-        tokens = await self._render(prompt, await model.ready(AT_HAND_S), model.manifest)
-        self._rendered[index] = _digest(tokens)
-        return tokens
-
-    async def _render(
-        self, prompt: DeclaredPrompt, facts: ModelFacts, manifest: Manifest
-    ) -> Sequence[int]:
-        said = await asyncio.to_thread(prompt.read)
-        text = await self.texts.get(facts.model_path, manifest.template)
-        messages = tuple({"role": role, "content": content} for role, content in said.messages)
-        at_most = most_prompt_tokens(facts)
-        chat = Chat(messages=messages, tools=tuple(said.tools), kwargs=manifest.template_args)
-        chat, _ = move_changing_lines(chat, self.moved_kinds, is_prefix=True)
-        tokens = await encode_ahead(text, chat, at_most=at_most)
-        if len(tokens) > at_most:
-            raise InvalidArgument(
-                f"the declared prompt has {len(tokens)} tokens; {facts.model_id} takes {at_most}"
-            )
-        return tokens
-
-    def _named(self, prompt: DeclaredPrompt) -> str:
-        verifiers = self._models.verifiers()
-        return prompt.model or (verifiers[0].model_id if verifiers else "")
-
-    def _check_prompts(self) -> None:
-        served = {model.model_id for model in self._models.verifiers()}
-        for index, prompt in enumerate(self._config.prompts):
-            named = self._named(prompt)
-            if named not in served and named.rpartition(":")[0] not in served:
-                known = ", ".join(sorted(served)) or "none"
-                raise ConfigError(
-                    f"precache.prompts: prompt {index} is for model {named!r}, which this node "
-                    f"does not decode with; it has {known}"
-                )
-            prompt.read()
-
     async def _sweep_forever(self) -> None:
         await every(self._config.sweep_s, self.sweep, clock=self._clock, rng=self._rng)
 
@@ -385,20 +319,7 @@ class NodePrecache:
             slot = one.model_id, one.kv_key
             if self._used_by.get(slot) == one.conversation_id:
                 await self._release(slot)
-        for index, prompt in enumerate(self._config.prompts):
-            # One that cannot be read is perhaps being written; its next load tells.
-            with contextlib.suppress(KakeyaError):
-                if index in self._rendered and await self._is_another(index, prompt):
-                    self._submit(index, prompt)
-
-    async def _is_another(self, index: int, prompt: DeclaredPrompt) -> bool:
-        """Whether a declared prompt has another text by now; False for a model that is not loaded:
-        its load warms anew."""
-        model = self._models.get(self._named(prompt))
-        facts = await facts_at_hand(model)
-        if isinstance(facts, WarmReport):
-            return False
-        return _digest(await self._render(prompt, facts, model.manifest)) != self._rendered[index]
+        await self.declared.renew()
 
     async def _release(self, slot: _Slot) -> None:
         """Have an engine drop the KV of a slot; the KV of prompts is in blocks."""
@@ -410,10 +331,6 @@ class NodePrecache:
     def _forget(self, closed: Sequence[Conversation]) -> None:
         for conversation in closed:
             self._prewarmer.forget(conversation.conversation_id)
-
-
-def _digest(tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(pack_ids(tokens)).digest()
 
 
 def _file_name(claim: PrefixClaim) -> str:

@@ -552,7 +552,7 @@ async def test_a_template_that_changed_is_taken_with_the_next_load(folder):
 async def test_a_declared_prompt_ends_where_the_user_begins(folder):
     declared = DeclaredPrompt(system="Be brief.", messages=(("user", "a"), ("assistant", "b")))
     async with precache_world(StillClock(), prompts=[declared], folder=str(folder)) as w:
-        w.precache.warm_declared("toy")
+        w.precache.declared.warm("toy")
         while not w.warmed:
             await asyncio.sleep(0.001)
         text = await w.precache.texts.get(str(folder))
@@ -584,7 +584,7 @@ async def test_prompts_for_models_or_files_that_are_not_there_end_the_start(fold
 async def test_a_prompt_for_an_adapter_is_warmed_with_its_base(folder):
     declared = DeclaredPrompt(model="toy:poet", system="x")
     async with precache_world(StillClock(), prompts=[declared], folder=str(folder)) as w:
-        w.precache.warm_declared("toy")
+        w.precache.declared.warm("toy")
         await w.settle()
         assert w.precache.status()["prewarms"]["skipped_away"] == 1  # no such adapter here
 
