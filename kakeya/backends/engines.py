@@ -246,6 +246,11 @@ class Engines:
         """List the models of a role, in configured order."""
         return tuple(model for model in self._models.values() if model.role is role)
 
+    def in_order(self) -> tuple[ResidentModel, ...]:
+        """List the models, verifiers first: drafts are of no use without a verifier."""
+        order = (ModelRole.VERIFIER, ModelRole.EMBEDDER, ModelRole.PROPOSER)
+        return tuple(model for role in order for model in self.of_role(role))
+
     def proposers(self) -> tuple[DraftModelState, ...]:
         """List every configured model that only drafts, n-grams included."""
         return tuple(

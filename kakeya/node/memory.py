@@ -31,9 +31,9 @@ from kakeya.backends.images.handler import ImageHandler, ImageModels
 from kakeya.backends.images.model import IMAGE, ResidentPipeline, WorkerSetup
 from kakeya.backends.model_life import DRAFT, EMBED, TEXT
 from kakeya.backends.model_sizes import ModelSizes
+from kakeya.backends.preloads import Preloads
 from kakeya.backends.resident import ResidentModel
 from kakeya.backends.sizes import check_named, check_pinned, node_budget
-from kakeya.backends.terms import DRAFT_TERMS
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError
 from kakeya.core.figures import Figure, Json
@@ -42,12 +42,10 @@ from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import ModelState
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.spec import ModelRole, ModelSpec
-from kakeya.memory.api import PLAIN, MemoryArbiter
+from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Capability
-from kakeya.memory.arbiter.comeback import Comeback
 from kakeya.memory.arbiter.events import (
     Event,
-    Evicted,
     LoadFailure,
     MemoryPressure,
     ModelLoad,
@@ -155,10 +153,15 @@ class NodeMemory:
         self.dispatch = dispatcher(self.dispatched, self.arbiter)
         self._leases: LeaseKeeper | None = None
         self._watch = EngineWatch(self.arbiter, clock)
-        self._comeback = Comeback()
+        self._preloads = Preloads(self.engines, self.images, self.arbiter, clock.mono)
         self._log = MemoryLog(clock.mono)
         self._counters = MemoryCounters()
-        for listener in (self._log.take, self._counters.take, self._follow):
+        for listener in (
+            self._log.take,
+            self._counters.take,
+            self._preloads.happened,
+            self._follow,
+        ):
             self.arbiter.on_event(listener)
 
     async def __aenter__(self) -> Self:
@@ -208,7 +211,7 @@ class NodeMemory:
         )
         self.dispatched.when_told(monitor.poll_now)
         await monitor.poll()
-        await self._preload_all()
+        await self._preloads.begin(self._pinned())
         tasks.start("memory pressure", monitor.run)
         tasks.start("memory tending", self._tend)
         tasks.start("model sizes", self._keeper.run)
@@ -352,32 +355,13 @@ class NodeMemory:
             model.manifest, model.category, is_pinned=model_id in self._pinned()
         )
 
-    def _models(self) -> tuple[ResidentModel, ...]:
-        """List the models, verifiers first: drafts are of no use without a verifier."""
-        order = (ModelRole.VERIFIER, ModelRole.EMBEDDER, ModelRole.PROPOSER)
-        return tuple(model for role in order for model in self.engines.of_role(role))
-
     def _all(self) -> tuple[ResidentModel | ResidentPipeline, ...]:
-        return (*self._models(), *self.images.by_id.values())
-
-    async def _preload_all(self) -> None:
-        pinned = self._pinned()
-        for model_id in pinned & self.images.by_id.keys():
-            await self.arbiter.preload(IMAGE, model_id)
-        for model in sorted(self._models(), key=lambda one: one.model_id not in pinned):
-            await self._preload(model)
-
-    async def _preload(self, model: ResidentModel) -> None:
-        if not model.failures.may_load:
-            return
-        terms = DRAFT_TERMS if model.role is ModelRole.PROPOSER else PLAIN
-        if not await self.arbiter.preload(model.capability, model.model_id, terms):
-            model.not_expected()
+        return (*self.engines.in_order(), *self.images.by_id.values())
 
     def _use_care(self) -> None:
         """Bar the models that are not loaded after panics, and set the options of later engines."""
         self.engines.use(self._care.options(), self._care.own_options())
-        for model in self._models():
+        for model in self.engines.in_order():
             model.bar(self._care.refusals.get(model.model_id, ""))
 
     async def _read_reports(self) -> None:
@@ -410,25 +394,13 @@ class NodeMemory:
     async def _look(self) -> None:
         if self._sizes.working_set_bytes != self._working_set_bytes:
             await self._fit_budget()
-        await self._bring_back()
+        await self._preloads.bring_back()
         self._on_change()
-
-    async def _bring_back(self) -> None:
-        """Load absent models into memory that no request needs."""
-        for model in self._models():
-            key = ResidentKey(model.capability, model.model_id)
-            is_away = model.resident is None and model.may_come_back
-            if is_away and self._comeback.may(key, self._clock.mono()):
-                await self._preload(model)
 
     def _follow(self, happened: Event) -> None:
         match happened:
             case ModelLoad(key=(kind, _)) if kind in (*_ENGINES, IMAGE):
                 self._sizes.note_load(happened.key, happened.load_s)
-            case MemoryPressure():
-                self._comeback.pressed(happened.level, self._clock.mono())
-            case Evicted() if happened.reason is Reason.PRESSURE:
-                self._comeback.taken(happened.key, self._clock.mono())
             case ModelUnload(key=(kind, name), reason=Reason.IDLE) if kind in _ENGINES:
                 self.engines.get(name).left_idle()
             case _:
