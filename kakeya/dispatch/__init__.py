@@ -1,1 +1,2 @@
-"""Who asks for the models of a node, in what order they are served, and which model a task gets."""
+"""Who asks for the models of a node, in what order they are served, and which model a name
+or a task gets."""
