@@ -99,6 +99,19 @@ class Streamed:
     ends: dict[int, str] = field(default_factory=dict)
     error: str = ""
 
+    def take(self, chunk: Mapping[str, Any]) -> None:
+        """Add a piece of the answer, as the stream has it."""
+        for choice in chunk["choices"]:
+            self.moments.append(time.perf_counter())
+            index = choice["index"]
+            delta = choice.get("delta") or {}
+            said = choice.get("text") or delta.get("content") or ""
+            for call in delta.get("tool_calls") or ():
+                said += (call["function"].get("name") or "") + call["function"]["arguments"]
+            self.texts[index] = self.texts.get(index, "") + said
+            if choice.get("finish_reason"):
+                self.ends[index] = choice["finish_reason"]
+
     @property
     def pause_s(self) -> float:
         """The longest time between two pieces."""
@@ -217,16 +230,7 @@ async def stream(
             if "error" in chunk:
                 got.error = str(chunk["error"])
                 break
-            for choice in chunk["choices"]:
-                got.moments.append(time.perf_counter())
-                index = choice["index"]
-                delta = choice.get("delta") or {}
-                said = choice.get("text") or delta.get("content") or ""
-                for call in delta.get("tool_calls") or ():
-                    said += (call["function"].get("name") or "") + call["function"]["arguments"]
-                got.texts[index] = got.texts.get(index, "") + said
-                if choice.get("finish_reason"):
-                    got.ends[index] = choice["finish_reason"]
+            got.take(chunk)
             if fault and not lost and len(got.moments) >= lose_at:
                 lost = next(iter(await here.routed() - before))
                 await here.lose(lost, fault)

@@ -311,8 +311,10 @@ def _environ(run: AgentRun, home: Path, address: str) -> dict[str, str]:
     return own
 
 
-def run_agent(name: str, node: str, folder: Path) -> tuple[bool, str]:
-    """Run one program; whether it passed, and what was seen."""
+def run_agent(
+    name: str, node: str, folder: Path, *, more: str = "", limit_s: float = LIMIT_S
+) -> tuple[bool, str]:
+    """Run one program, with `more` arguments; whether it passed, and what was seen."""
     run, home, work = RUNS[name], folder / "home", folder / "work"
     home.mkdir(parents=True)
     work.mkdir()
@@ -322,7 +324,7 @@ def run_agent(name: str, node: str, folder: Path) -> tuple[bool, str]:
     connect = ["connect", run.client, "--node", recorder.address, "--home", str(home)]
     if run.client != "openai" and kakeya(connect) != 0:
         return False, "kakeya connect failed"
-    words = [word.replace("HOME", str(home)) for word in shlex.split(run.arguments)]
+    words = [word.replace("HOME", str(home)) for word in shlex.split(f"{run.arguments} {more}")]
     begun = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
         try:
@@ -333,7 +335,7 @@ def run_agent(name: str, node: str, folder: Path) -> tuple[bool, str]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
+                timeout=limit_s,
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:

@@ -5,6 +5,7 @@
                                     where i counts the cables from 1
 
     machine.run(...)                a command inside, to its end
+    with machine.entered():         this thread inside
     machine.spawn(...)              a command inside, until `Spawned.stop`; its first line is read
     machine.cut() / heal()          pull its cable to the switch, carrier and all
     machine.cut(silently=True)      the switch drops its packets and says nothing
@@ -21,6 +22,7 @@ Needs root, `ip`, and for the one-way drops `tc` with classic BPF; `why_not()` s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import ipaddress
 import itertools
@@ -42,6 +44,7 @@ import pytest
 PREFIX = "kkns-"
 LAN, CABLE = "lan0", "thunderbolt"
 _OLD_S = 3600.0
+_CLONE_NEWNET = 0x40000000
 _FOLDER = Path("/run/netns")
 _REPO = Path(__file__).parents[1]
 # Verdicts of classic BPF in tc's direct-action mode.
@@ -181,6 +184,19 @@ class Machine:
             raise AssertionError(f"{' '.join(arguments)} said nothing: {spawned.log[-2000:]}")
         return spawned
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have this thread on the machine, and the threads and commands that it starts."""
+        with (
+            Path("/proc/thread-self/ns/net").open() as before,
+            (_FOLDER / self.name).open() as inside,
+        ):
+            _enter(inside.fileno())
+            try:
+                yield
+            finally:
+                _enter(before.fileno())
+
     # --- the wire
 
     def cut(self, *, silently: bool = False) -> None:
@@ -247,6 +263,12 @@ class Machine:
             )
         except OSError as problem:
             pytest.skip(f"dropping packets silently does not work here: {problem}")
+
+
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns failed")
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class ClientRequest:
         self, client: _Client, cooldown_s: float, label: RequestLabel | None, now: float
     ) -> None:
         self._client = client
-        self._began_mono = now
+        self.began_mono = now
         self.label = label
         self.cooldown_s = cooldown_s
         """Seconds of cooldown after it, if its answer began."""
@@ -94,7 +94,7 @@ class ClientRequest:
             "model": label.model_id,
             "priority": label.priority,
             "state": "answering" if self.has_begun else "waiting",
-            "seconds": round(now - self._began_mono, 1),
+            "seconds": round(now - self.began_mono, 1),
             "waits_for": wait and wait.as_json(),
         }
 
@@ -117,6 +117,7 @@ class Clients:
         self._mono = mono
         self._clients: OrderedDict[tuple[str, str], _Client] = OrderedDict()
         """In the order of their last requests, the oldest first."""
+        self._requests: set[ClientRequest] = set()
         self._inside: dict[str, tuple[str, str, ClientRequest]] = {}
         """The requests that are here, with client and user, by the end of their id."""
 
@@ -141,6 +142,7 @@ class Clients:
                 retry_after_s=left_s,
             )
         request = ClientRequest(found, min(cooldown_s, MOST_COOLDOWN_S), label, now)
+        self._requests.add(request)
         name = label.request_id[-ID_CHARS:] if label else ""
         if name:
             self._inside[name] = client, user, request
@@ -148,13 +150,13 @@ class Clients:
             yield request
         finally:
             self._inside.pop(name, None)
+            self._requests.discard(request)
             request.end(self._mono())
             self._clients.move_to_end((client, user))
 
-    @property
-    def active(self) -> int:
-        """How many requests run or wait."""
-        return sum(one.running + one.waiting for one in self._clients.values())
+    def begun_by(self, mono: float) -> int:
+        """How many of the requests that run or wait came at this moment or before."""
+        return sum(request.began_mono <= mono for request in self._requests)
 
     def find(self, request_id: str) -> tuple[str, Json] | None:
         """A request that is here, by its id with any prefix: its client, and what is told of it."""

@@ -201,6 +201,7 @@ class Agent:
             wait_s=self._config.chosen.wait_s,
             dispatch=self._memory.dispatch,
             on_drain=self._changed.set,
+            accept_no_more=lambda: self._http.accept_no_more(),
             health=self._health,
             clock=self._clock,
             rng=self._rng,

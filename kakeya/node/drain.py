@@ -1,7 +1,9 @@
 """A node that is drained: it takes nothing new, lets what runs end, and stops.
 
-Requests that still reach it go to its peers, where they have the model. Its card offers nothing, so
-peers send nothing here, but they may fetch the KV of its conversations until it stops.
+Requests that still reach it go to its peers, where they have the model, until those that ran before
+have ended. Then its port is closed, and it stops once the passed ones have ended, too. Its card
+offers nothing, so peers send nothing here, but they may fetch the KV of its conversations until it
+stops.
 """
 
 from __future__ import annotations
@@ -27,19 +29,21 @@ class DrainStep:
 
 
 class NodeDrain:
-    """The drain of one node. `begin` stops new work, `left` counts the requests that are here,
-    `stop` ends the node."""
+    """The drain of one node. `begin` stops new work, `left` counts the requests that are here and
+    came by a moment, `close` lets no more come, `stop` ends the node."""
 
     def __init__(
         self,
         *,
         begin: Callable[[str], None],
-        left: Callable[[], int],
+        left: Callable[[float], int],
+        close: Callable[[], None],
         stop: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._begin = begin
         self._left = left
+        self._close = close
         self._stop = stop
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
@@ -61,14 +65,24 @@ class NodeDrain:
             self._task = asyncio.create_task(self._wait(), name="drain")
         self._until_mono = min(self._until_mono, now + patience_s)
         while True:
-            yield DrainStep(requests=self._left(), seconds=self._clock.mono() - self._began_mono)
+            yield self._step()
             done, _ = await asyncio.wait((self._task,), timeout=STEP_S)
             if done:
                 break
-        yield DrainStep(requests=self._left(), seconds=self._clock.mono() - self._began_mono)
+        yield self._step()
+
+    def _step(self) -> DrainStep:
+        now = self._clock.mono()
+        return DrainStep(requests=self._left(now), seconds=now - self._began_mono)
 
     async def _wait(self) -> None:
-        while self._left() and self._clock.mono() < self._until_mono:
-            await self._clock.sleep(_LOOK_S)
+        # Clients that ask all the time have no end; what they ask from now on runs at peers.
+        await self._end_of(lambda: self._left(self._began_mono))
+        self._close()
+        await self._end_of(lambda: self._left(self._clock.mono()))
         # The last step is told before the connection of the owner closes.
         asyncio.get_running_loop().call_later(_LOOK_S, self._stop)
+
+    async def _end_of(self, left: Callable[[], int]) -> None:
+        while left() and self._clock.mono() < self._until_mono:
+            await self._clock.sleep(_LOOK_S)

@@ -69,6 +69,7 @@ class Services:
         wait_s: float,
         dispatch: Callable[[str, int | None], str],
         on_drain: Callable[[], None],
+        accept_no_more: Callable[[], None],
         health: NodeHealth,
         clock: Clock,
         rng: random.Random,
@@ -109,7 +110,8 @@ class Services:
         self._on_drain = on_drain
         self.draining = NodeDrain(
             begin=self._begin_drain,
-            left=lambda: self.clients.active,
+            left=self.clients.begun_by,
+            close=accept_no_more,
             stop=lambda: os.kill(os.getpid(), signal.SIGTERM),
             clock=clock,
         )

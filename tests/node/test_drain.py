@@ -16,11 +16,25 @@ class Node:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.requests = 2
+        self.passed = 0
+        """Requests that came after the drain began."""
+        self.is_closed = False
         self.begun: list[str] = []
         self.stopped = 0
         self.drain = NodeDrain(
-            begin=self.begun.append, left=lambda: self.requests, stop=self.stop, clock=self.clock
+            begin=self.begun.append,
+            left=self.left,
+            close=self.close,
+            stop=self.stop,
+            clock=self.clock,
         )
+        self._began_mono = self.clock.mono()
+
+    def left(self, mono: float) -> int:
+        return self.requests + (self.passed if mono > self._began_mono else 0)
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def stop(self) -> None:
         self.stopped += 1
@@ -53,4 +67,26 @@ async def test_a_drain_cuts_off_what_runs_for_longer_than_its_owner_waits() -> N
         last = [step async for step in steps][-1]
     assert last.requests == 2
     assert 5.0 <= last.seconds < 5.5
+    await eventually("it is stopped", lambda: node.stopped == 1)
+
+
+async def test_a_drain_ends_while_clients_go_on_asking_and_lets_what_was_passed_on_end() -> None:
+    node = Node()
+
+    async def clients() -> None:
+        """Another request always runs, until the port is closed."""
+        await node.clock.sleep(2.0)
+        node.requests, node.passed = 0, 1
+        while not node.is_closed:
+            await node.clock.sleep(0.1)
+        await node.clock.sleep(9.0)
+        assert node.stopped == 0
+        node.passed = 0
+
+    asking = asyncio.create_task(clients())
+    async with aclosing(node.drain.run(60)) as steps:
+        last = [step async for step in steps][-1]
+    await asking
+    assert last.requests == 0
+    assert 11.0 <= last.seconds < 12.0
     await eventually("it is stopped", lambda: node.stopped == 1)

@@ -52,6 +52,7 @@ class _Protocol(HttpToolsProtocol):
     """The answer to whatever comes; "" = requests are served."""
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _goodbye: asyncio.TimerHandle | None = None
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -64,9 +65,11 @@ class _Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Close the connection, now or behind the answer to its request."""
+        if self._goodbye is not None:  # asyncio's TLS takes no second end of a connection
+            return
         super().shutdown()
         if self.transport.is_closing() and self.transport.get_extra_info("ssl_object"):
-            self.loop.call_later(_GOODBYE_S, self.transport.abort)
+            self._goodbye = self.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -173,7 +176,17 @@ class _Server(uvicorn.Server):
             sock.listen(self.config.backlog)
             serving = self._tls.accept(sock, self._make_protocol, self._head_s)
             self._accepting = asyncio.create_task(serving)
+            self._accepting.add_done_callback(lambda _: sock.close())
         self.accepts.set()
+
+    def close_port(self) -> None:
+        """Accept nothing any more, and serve what was accepted."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._accepting is not None:  # before the socket is closed under it
@@ -198,6 +211,10 @@ class HttpServer:
     def __init__(self, server: _Server, serving: asyncio.Task[None]) -> None:
         self._server = server
         self._serving = serving
+
+    def accept_no_more(self) -> None:
+        """Close the port and idle connections; others are closed behind their answers."""
+        self._server.close_port()
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more, let running requests end for `grace_s`, then cut them off."""

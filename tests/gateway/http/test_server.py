@@ -69,6 +69,26 @@ async def test_running_requests_get_their_grace_and_no_more(folder, grace_s, is_
         await running.stop(grace_s)
 
 
+async def test_a_closed_port_takes_nothing_and_what_runs_ends_without_a_limit(folder):
+    model = ToyModel(folder, pace=Pace(step_s=0.05))
+    async with listening(model) as (http, running):
+        host, port = http.base_url.host, http.base_url.port
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        asked = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        await set_by(asked, model.started)
+        running.accept_no_more()
+        async with httpx.AsyncClient(trust_env=False) as other:
+            with pytest.raises(httpx.ConnectError):
+                await other.get(str(http.base_url))
+        await reader.read()  # the idle connection ends
+        writer.close()
+        answer = await asked
+        assert answer.json()["usage"]["completion_tokens"] == 20
+        assert answer.headers["connection"] == "close"
+
+
 async def test_a_stream_that_a_stop_cuts_off_is_told_so(folder):
     model = ToyModel(folder, pace=Pace(step_s=0.05))
     async with (

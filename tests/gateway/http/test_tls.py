@@ -21,6 +21,7 @@ from kakeya.gateway.app import build_app
 from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.gateway.http.tls import SPEAK_TLS, ServerTls
 from tests.gateway.toy import Directory, Router, ToyModel, make_folder, no_jobs
+from tests.waiting import eventually
 
 CA = trustme.CA()
 FIRST = CA.issue_cert("127.0.0.1", "localhost")
@@ -166,6 +167,25 @@ async def test_an_idle_client_of_tls_holds_up_no_stop(tmp_path, pem):
         talk = await to_thread(ask_and_keep, port)
         async with asyncio.timeout(20):
             await server.stop(300)
+        talk.close()
+
+
+async def test_a_closed_port_takes_no_connection_and_lets_idle_ones_end(tmp_path, pem):
+    folder = await to_thread(make_folder, tmp_path)
+    async with serving(folder, await open_pem(pem)) as (server, port):
+        talk = await to_thread(ask_and_keep, port)
+        server.accept_no_more()
+
+        def is_refused() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        await eventually("the port is closed", is_refused)
+        while await to_thread(talk.recv, 1000):
+            pass
         talk.close()
 
 

@@ -1,0 +1,132 @@
+"""Four nodes that are drained and replaced one after the other, under streaming clients.
+
+A client has a list of the nodes' addresses, begins at its own, and goes to the next one where it is
+refused or the port is closed. A request that was taken has to end with its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+
+from benchmarks.failover import MODEL, QUICK, Streamed
+from benchmarks.shelf_drill.clients import Form, Tally, ask, client_of, undisturbed
+from kakeya.cli.child import NodeProcess
+
+_NODES, _CLIENTS = 4, 20
+_BETWEEN_S = 5.0
+
+
+class RollingShelf:
+    """Four nodes; every second one runs the other checkout."""
+
+    def __init__(self, folder: Path, here: Path, other: Path) -> None:
+        self._folder = folder
+        self._checkouts = [here, other] * (_NODES // 2)
+        self.nodes: list[NodeProcess] = []
+
+    def make(self, number: int) -> NodeProcess:
+        """A node of the checkout whose turn it is; it has the addresses of the one before."""
+        flags = ["--node-id", f"node-{number}", "--model", MODEL, *QUICK]
+        for peer in self.nodes[:1] if number else self.nodes[1:2]:
+            flags += ["--peer", peer.grpc]
+        if number < len(self.nodes):
+            before = self.nodes[number]
+            flags += ["--bind", before.grpc, "--http", before.http]
+        program = [*self._run_in(self._checkouts[number]), "kakeya.node.daemon"]
+        return NodeProcess(self._folder / str(number), *flags, program=program, stop_s=30.0)
+
+    def _run_in(self, checkout: Path) -> list[str]:
+        where = ("env", "-C", str(checkout), f"PYTHONPATH={checkout}")
+        return [*where, sys.executable, "-m"]
+
+    async def settled(self) -> None:
+        """Wait until each node sees the model at all."""
+        async with asyncio.timeout(90), httpx.AsyncClient(timeout=20) as client:
+            while True:
+                seen = []
+                for node in self.nodes:
+                    fleet = (await client.get(f"http://{node.http}/api/v1/fleet")).json()["nodes"]
+                    seen.append(sum(MODEL in str(one["models"]) for one in fleet))
+                if seen == [_NODES] * _NODES:
+                    return
+                await asyncio.sleep(0.5)
+
+    async def replace(self, number: int) -> None:
+        """Drain a node, and start one of the other checkout in its place."""
+        node, began = self.nodes[number], time.monotonic()
+        command = [*self._run_in(self._checkouts[number]), "kakeya.cli.main", "drain"]
+        child = await asyncio.create_subprocess_exec(
+            *command, "--data-dir", str(self._folder / str(number) / "data")
+        )
+        await child.wait()
+        status = await node.wait()
+        closed_mono = time.monotonic()
+        self._checkouts[number] = self._checkouts[(number + 1) % _NODES]
+        self.nodes[number] = fresh = self.make(number)
+        await fresh.__aenter__()
+        print(
+            f"node {number}: drained in {closed_mono - began:.1f} s, exit {status}, "
+            f"closed for {time.monotonic() - closed_mono:.1f} s",
+            flush=True,
+        )
+
+
+async def _client(
+    number: int,
+    nodes: Sequence[NodeProcess],
+    known: Mapping[str, tuple[Form, Streamed]],
+    tally: Tally,
+    over: asyncio.Event,
+    rng: random.Random,
+) -> None:
+    """Ask one thing after the other, each of the next address that takes it."""
+    addresses = [nodes[(number + at) % _NODES].http for at in range(_NODES)]
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client_of(one)) for one in addresses]
+        while not over.is_set():
+            name = rng.choice(list(known))
+            for turn in itertools.count():
+                pause_s = await ask(clients[turn % _NODES], name, *known[name], tally)
+                if pause_s is None:
+                    break
+                if turn % _NODES == _NODES - 1:
+                    await asyncio.sleep(pause_s)
+
+
+async def roll(folder: Path, other: Path, seed: int) -> Tally:
+    """Drain and replace each node once; what became of the requests."""
+    shelf, tally, over = RollingShelf(folder, Path.cwd(), other), Tally(), asyncio.Event()
+    try:
+        for number in range(_NODES):
+            node = shelf.make(number)
+            await node.__aenter__()
+            shelf.nodes.append(node)
+        await shelf.settled()
+        async with client_of(shelf.nodes[0].http) as openai:
+            known = await undisturbed(openai)
+        clients = [
+            asyncio.create_task(
+                _client(number, shelf.nodes, known, tally, over, random.Random(seed + number))
+            )
+            for number in range(_CLIENTS)
+        ]
+        for number in range(_NODES):
+            await asyncio.sleep(_BETWEEN_S)
+            await shelf.replace(number)
+            await shelf.settled()
+        await asyncio.sleep(_BETWEEN_S)
+        over.set()
+        await asyncio.gather(*clients)
+    finally:
+        for node in shelf.nodes:
+            await node.stop()
+    return tally
