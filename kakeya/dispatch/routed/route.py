@@ -39,7 +39,8 @@ RESUME_S = 30.0
 """How long a request that lost its node, or whose answer has begun, waits for one to go on."""
 RETRY_S = 0.5
 _MOST_LOSSES = 6
-"""Losses of nodes in a row, without a token between them, that end a request."""
+"""Losses of nodes in a row, without a token between them, that end a request: it may be what ends
+them. A node that did not say that it can serve the request was not ended by it."""
 _LEAST_BLOCK_TOKENS = 64
 _LEAST_LEFT = 16
 """Tokens that are expected to follow of an answer that is longer than most."""
@@ -93,6 +94,10 @@ class RequestRoute:
         self._lost: dict[str, str] = {}
         self._lost_last = ""
         self._losses = 0
+        self._unsure: frozenset[str] = frozenset()
+        """Nodes that are tried though they refuse or do not quote, since all do."""
+        self._since_mono: float | None = None
+        """Since when no node can be found; None = one took the request since."""
         self._last: KakeyaError | None = None
         self._weights = ""
 
@@ -102,7 +107,7 @@ class RequestRoute:
 
     def began_at(self, node_id: str) -> None:
         """Note that tokens come from a node: others have to have its weights to go on."""
-        self._losses = 0
+        self._losses, self._since_mono = 0, None
         quote = self._quotes.get(node_id)
         self._weights = self._weights or (quote.weights if quote is not None else "")
 
@@ -110,7 +115,8 @@ class RequestRoute:
         """Note that a node did not finish the request."""
         self._lost[node_id] = failure.message
         self._lost_last = node_id
-        self._losses += 1
+        if node_id not in self._unsure:
+            self._losses, self._since_mono = self._losses + 1, None
         self._last = failure
         if (peer := self._live.get(node_id)) is not None:
             self._peers.failed(peer, failure)
@@ -120,8 +126,10 @@ class RequestRoute:
         none can serve it."""
         if self._last is not None and self._losses >= _MOST_LOSSES:
             raise self._last
-        began_mono = self._clock.mono()
-        until_mono = began_mono + self._patience_s(job, job.rest(began_mono))
+        now = self._clock.mono()
+        if self._since_mono is None:
+            self._since_mono = now
+        until_mono = self._since_mono + self._patience_s(job, job.rest(now))
         while True:
             rest = job.rest(self._clock.mono())
             told = self._told(rest)
@@ -183,12 +191,12 @@ class RequestRoute:
                 quote = "its vocabulary is not that of the prompt"
             found.append(self._candidate(own_id, quote, None))
         found += [self._candidate(peer.node_id, answers[peer.node_id], peer) for peer in peers]
+        unsure: list[RouteCandidate] = []
         if all(one.unfit for one in found):
             # A node that would refuse now may let the request wait, and a late one may be busy.
-            found = [
-                replace(one, unfit="") if one.unfit in (LATE, self._refusal(one.node_id)) else one
-                for one in found
-            ]
+            unsure = [one for one in found if one.unfit in (LATE, self._refusal(one.node_id))]
+            found = [replace(one, unfit="") if one in unsure else one for one in found]
+        self._unsure = frozenset(one.node_id for one in unsure)
         found += [RouteCandidate(node_id=one, unfit=why) for one, why in self._lost.items()]
         return self._history.ledger.corrected(told, found, self._clock.mono())
 

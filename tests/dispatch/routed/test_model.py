@@ -23,6 +23,7 @@ from kakeya.core.errors import (
     QueueFull,
     UnknownMethod,
 )
+from kakeya.dispatch.peers.neighbours import LATE
 from kakeya.dispatch.routed.route import RESUME_S
 from kakeya.dispatch.routing.decision import NoRoute
 from kakeya.generation.facts import ModelState, RequestLoad
@@ -279,6 +280,37 @@ async def test_losses_in_a_row_end_a_request_and_a_token_between_them_does_not()
     shelf = Shelf(["left"])
     shelf.lose(*[Loss(1)] * 8)
     assert ids(await frames_of(shelf, asked())) == expected(PROMPT, 9)[0]
+
+
+@pytest.mark.parametrize("place", [0, 5])
+async def test_tries_at_nodes_that_cannot_be_reached_do_not_end_a_request_before_its_time(
+    place: int,
+) -> None:
+    """Links are lost for a while: no node quotes, and each call fails at once."""
+    shelf = Shelf()
+    for node in shelf.fleet.nodes.values():
+        node.quote_fails = LATE
+    shelf.lose(Loss(place), *[Loss(BEFORE_ALL)] * 1000)
+
+    async def heal() -> None:
+        await shelf.clock.sleep(RESUME_S - 5)
+        shelf.fleet.losses.clear()
+
+    healing = asyncio.create_task(heal())
+    assert ids(await frames_of(shelf, asked())) == expected(PROMPT, 9)[0]
+    await healing
+    assert len(shelf.fleet.tries) > 6
+    assert shelf.left_over() == 0
+
+
+async def test_a_request_ends_in_time_where_no_node_can_be_reached_though_all_are_tried() -> None:
+    shelf = Shelf()
+    shelf.lose(Loss(0), *[Loss(BEFORE_ALL)] * 1000)
+    for node in shelf.fleet.nodes.values():
+        node.quote_fails = LATE
+    failure, _, took_s = await lost_with(shelf, asked())
+    assert isinstance(failure, PeerUnavailable)
+    assert RESUME_S <= took_s < RESUME_S + 1
 
 
 # --- deadlines
