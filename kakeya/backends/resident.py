@@ -45,7 +45,7 @@ from kakeya.generation.facts import EngineStats, ModelFacts, ModelState, Request
 from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
-from kakeya.generation.waiting import RequestWait
+from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.memory.api import PLAIN, Handle, MemoryArbiter, Terms
 from kakeya.memory.arbiter.events import CapabilityRun
 from kakeya.memory.arbiter.plan import FOREVER
@@ -128,6 +128,21 @@ class ResidentModel(ModelLife):
             waiting_tokens=sum(left),
         )
 
+    def use_s(self, *, is_waiting: bool) -> float | None:
+        """Seconds until the generations that hold the model have ended, or how long those take
+        that wait for it; None = not known."""
+        facts, now = self.facts, self._clock.mono()
+        held = (one for one in self._attempts if one.is_held)
+        jobs = [one.job for one in held if (one.waits_for is WaitReason.MEMORY) == is_waiting]
+        if facts is None or not jobs:  # drafts and embeddings take moments
+            return None if jobs else 0.0
+        prompt_tokens = sum(job.prompt_left(self.held_tokens) for job in jobs)
+        if prompt_tokens and not facts.prefill_tokens_per_second:
+            return None
+        prompts_s = prompt_tokens and prompt_tokens / facts.prefill_tokens_per_second
+        left_s = self._runs.left_s(jobs, facts, now)
+        return None if left_s is None else prompts_s + left_s
+
     @property
     def load_s(self) -> float | None:
         """Seconds until the model serves, if it were asked for now; None = not known."""
@@ -194,7 +209,7 @@ class ResidentModel(ModelLife):
     def used(self, request: DecodeRequest, usage: Usage) -> None:
         """Note what a whole generation took."""
         if request.priority is not GenerationPriority.SPECULATIVE:  # such prompts rest in between
-            self._runs.add(request, usage.total_s, self._clock.mono())
+            self._runs.add(request, usage, self._clock.mono())
         self.on_usage(usage)
 
     def _exchange(self, request: DecodeRequest) -> PrefixExchange | None:

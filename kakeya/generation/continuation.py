@@ -46,6 +46,17 @@ class Continuation:
         """How many tokens were committed."""
         return len(self._committed)
 
+    def most_tokens(self, context_tokens: int) -> int:
+        """How many tokens it may have in such a context."""
+        room = context_tokens - len(self._request.token_ids)
+        return max(0, min(self._request.max_tokens, room))
+
+    def token_s(self, now: float) -> float | None:
+        """Seconds of a token of this answer; None = fewer than two were committed."""
+        if self._first_token_mono is None or self.tokens < 2:
+            return None
+        return (now - self._first_token_mono) / (self.tokens - 1)
+
     def prompt_left(self, held: Callable[[Sequence[int], Sequence[int]], int]) -> int:
         """Tokens of the prompt that are left to compute, as the last engine tells, and before it
         does, as `held` tells of a history and its cuts; 0 = the answer has begun."""

@@ -51,6 +51,7 @@ from kakeya.memory.arbiter.resident import (
 )
 from kakeya.memory.arbiter.runner import Runner
 from kakeya.memory.embeddings import TENANT, VisionEmbedding, VisionEmbeddingCache
+from kakeya.memory.forecast import Forecast, UsualTimes
 from kakeya.memory.machine.pressure import Reading
 
 __all__ = ["GRACE_S", "PLAIN", "Handle", "MemoryArbiter", "Terms"]
@@ -89,6 +90,13 @@ class MemoryArbiter:
         self._keeper.add_tenant(self._embeddings)
         self._listeners.add(self._forget_images)
         self._runner = Runner(clock=clock, listeners=self._listeners, rules=rules or Rules())
+        times = UsualTimes(
+            load_s=lambda key: self._live.mean_load_s(key) or self._guessed_s(key),
+            load_left_s=self._live.left_s,
+            unload_s=self._live.unload_s,
+            use_s=self._use_s,
+        )
+        self._forecast = Forecast(self._arbiter, times, clock)
         self._tasks: Supervisor | None = None
         self._is_over = False
 
@@ -312,7 +320,10 @@ class MemoryArbiter:
         place = self._arbiter.place_of(key, self._clock.mono())
         if place is None:
             return None
-        return RequestWait(reason=WaitReason.MEMORY, model_id=model_key, position=place)
+        seconds = self._forecast.seconds(key)
+        return RequestWait(
+            reason=WaitReason.MEMORY, model_id=model_key, position=place, seconds=seconds
+        )
 
     def would_grant(self, capability: str, model_key: str, terms: Terms = PLAIN) -> bool:
         """Whether a request would be served now or in its turn, without waiting for models to
@@ -412,6 +423,13 @@ class MemoryArbiter:
     def _guessed_s(self, key: ResidentKey) -> float:
         size = self._capabilities[key.capability].estimate(key.model_key)
         return _FIRST_LOAD_S + size / _FIRST_LOAD_BYTES_PER_S
+
+    def _use_s(self, key: ResidentKey, is_waiting: bool) -> float | None:
+        capability = self._capabilities.get(key.capability)
+        if capability is None:  # memory that is lent to another process
+            return None
+        own_s = capability.use_s(key.model_key, is_waiting)
+        return self._runner.usual_s(key) if own_s is None else own_s
 
     def _check_time(self, key: ResidentKey, terms: Terms, run_s: float) -> None:
         """Refuse a request whose time is too short by what was measured; its model is loaded for

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kakeya.engine.queue.policy import CLASSES, EQUAL_TOKENS, Account, ClaimT, done_alone_s
+from kakeya.generation.answer_length import answer_tokens_left
 
-UNENDED = 1 << 62
-"""The length of an answer that was cut off by its bound: longer than any."""
 MOST_BUSY = 0.9
 """The largest share of the time that more urgent generations are expected to take on."""
 _ARRIVALS_S = 30.0
@@ -37,9 +36,7 @@ def tokens_left(made: int, most: int, past: Sequence[int], number: int) -> int:
 
     `past` are lengths of answers, and `number` that of the generation, which gives its quantile.
     """
-    longer = sorted(min(length, most) for length in past if length > made)
-    expected = longer[int(number * _SPREAD % 1.0 * len(longer))] if longer else most
-    return max(0, expected - made)
+    return answer_tokens_left(made, most, past, number * _SPREAD % 1.0)
 
 
 def first_tokens_s(

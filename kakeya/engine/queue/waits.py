@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from kakeya.engine.queue.estimate import (
     MOST_BUSY,
-    UNENDED,
     Arrivals,
     PlaceWork,
     first_tokens_s,
@@ -18,6 +17,7 @@ from kakeya.engine.queue.estimate import (
 from kakeya.engine.queue.pace import Pace
 from kakeya.engine.queue.policy import INPUT_WEIGHT, OUTPUT_WEIGHT, SPECULATIVE
 from kakeya.engine.queue.rows import QueueRow
+from kakeya.generation.answer_length import UNENDED
 from kakeya.generation.frames import Done, QueuePlace, StopReason
 
 TELL_S = 1.0

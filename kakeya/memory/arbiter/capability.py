@@ -110,6 +110,9 @@ class Capability:
     handler: Handler
     estimate: Callable[[str], int]
     load_s: Callable[[str], float | None] = lambda _: None
+    use_s: Callable[[str, bool], float | None] = lambda *_: None
+    """Seconds until the requests that hold a model have ended, or, True, that those take that wait
+    for it; None = not known, then the times of past runs count."""
     warmth: Warmth | None = None
     """None = the role's."""
     own_warmth: Callable[[str], Warmth | None] = lambda _: None

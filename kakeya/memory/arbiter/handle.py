@@ -22,6 +22,7 @@ class LiveModels:
         self._capabilities = capabilities
         self._clock = clock
         self._loads: dict[ResidentKey, Timings] = {}
+        self._unloads: dict[ResidentKey, Timings] = {}
         self._began_mono: dict[ResidentKey, float] = {}
         self.backends: dict[ResidentKey, object] = {}
 
@@ -40,19 +41,32 @@ class LiveModels:
     async def unload(self, key: ResidentKey) -> None:
         """Unload a model by its capability's handler: once for each load."""
         if key in self.backends:
-            backend = self.backends.pop(key)
+            backend, began_mono = self.backends.pop(key), self._clock.mono()
             await self._capabilities[key.capability].handler.unload(key.model_key, backend)
+            now = self._clock.mono()
+            self._unloads.setdefault(key, Timings(_LOADS_KEPT_S)).add(now - began_mono, now)
 
     def unlearn(self, key: ResidentKey) -> None:
         """Forget the load times of a model that is not loaded."""
         if key not in self.backends:
             self._loads.pop(key, None)
+            self._unloads.pop(key, None)
 
     def load_s(self, key: ResidentKey) -> float | None:
         """Seconds that a load of a model takes, by its last loads; None = not known."""
         times = self._loads.get(key)
         last_s = times and times.longest_s(self._clock.mono())
         return last_s or self._capabilities[key.capability].load_s(key.model_key)
+
+    def unload_s(self, key: ResidentKey) -> float:
+        """Seconds that an unload of a model takes, by its last ones; 0 = not known."""
+        times = self._unloads.get(key)
+        return (times and times.mean_s(self._clock.mono())) or 0.0
+
+    def mean_load_s(self, key: ResidentKey) -> float | None:
+        """Seconds that a load of a model takes on average; None = not known."""
+        times = self._loads.get(key)
+        return (times and times.mean_s(self._clock.mono())) or self.load_s(key)
 
     def left_s(self, key: ResidentKey) -> float:
         """Seconds until a model is loaded; 0 = it is loaded, or nothing is known."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -41,7 +41,15 @@ class Timings:
 
     def longest_s(self, now: float) -> float | None:
         """The longest of the last 64 that are not forgotten, which is their p99; None = none."""
-        return max((s for at, s in self._taken if now - at <= self._keep_s), default=None)
+        return max(self._kept(now), default=None)
+
+    def mean_s(self, now: float) -> float | None:
+        """The mean of these; None = none."""
+        kept = [*self._kept(now)]
+        return sum(kept) / len(kept) if kept else None
+
+    def _kept(self, now: float) -> Iterator[float]:
+        return (seconds for at, seconds in self._taken if now - at <= self._keep_s)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from kakeya.engine.queue.estimate import (
-    UNENDED,
     Arrivals,
     PlaceWork,
     first_tokens_s,
@@ -17,6 +16,7 @@ from kakeya.engine.queue.estimate import (
     tokens_left,
 )
 from kakeya.engine.queue.policy import Account, GenerationClaim
+from kakeya.generation.answer_length import UNENDED
 from tests.engine.virtual_rig import VirtualRig
 
 SECONDS = st.floats(0, 1e3)

@@ -1,0 +1,84 @@
+"""Estimates of how long generations of a model go on, from its last ones."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kakeya.backends.run_times import RunTimes
+from kakeya.generation.continuation import Continuation
+from kakeya.generation.facts import ModelFacts
+from kakeya.generation.frames import Tokens, Usage
+from kakeya.generation.request import DecodeRequest
+
+
+def job(made: int, most: int, token_s: float = 0.0) -> Continuation:
+    """One that began at 0 s and made its tokens by `made * token_s`."""
+    begun = Continuation(DecodeRequest(token_ids=[1], max_tokens=most), 0.0)
+    if made:
+        begun.take(Tokens(token_ids=(2,)), 0.0)
+    if made > 1:
+        begun.take(Tokens(token_ids=(2,) * (made - 1)), (made - 1) * token_s)
+    return begun
+
+
+def past(*lengths: int, most: int = 1000, token_s: float = 0.1) -> RunTimes:
+    times = RunTimes()
+    for tokens in lengths:
+        usage = Usage(forwards=tokens - 1, prefill_s=5.0, total_s=5.0 + (tokens - 1) * token_s)
+        times.add(DecodeRequest(token_ids=[1], max_tokens=most), usage, 0.0)
+    return times
+
+
+def model(places: int = 4, token_s: float = 0.0, context_tokens: int = 9000) -> ModelFacts:
+    return ModelFacts(
+        model_id="m",
+        model_path="",
+        vocab_size=9,
+        context_tokens=context_tokens,
+        eos_token_ids=(),
+        batch_rows=places,
+        tokens_per_second=1 / token_s if token_s else 0.0,
+    )
+
+
+def test_a_generation_goes_on_to_its_bound_where_no_other_one_is_known() -> None:
+    assert RunTimes().left_s([job(0, 50)], model(), 0.0) is None
+    assert RunTimes().left_s([job(0, 50)], model(token_s=0.2), 0.0) == pytest.approx(10.0)
+    short = model(token_s=0.2, context_tokens=21)
+    assert RunTimes().left_s([job(0, 50)], short, 0.0) == pytest.approx(4.0)
+
+
+def test_the_speed_of_those_that_decode_counts_before_that_of_earlier_ones() -> None:
+    times = past(100, 100, 100, token_s=0.1)
+    assert times.left_s([job(0, 1000)], model(token_s=9.0), 0.0) == pytest.approx(10.0)
+    slow = job(11, 1000, token_s=0.5)
+    assert times.left_s([slow], model(token_s=9.0), 5.0) == pytest.approx((100 - 11) * 0.5)
+
+
+def test_answers_that_reached_their_bound_do_not_say_where_the_next_one_ends() -> None:
+    times = past(50, 50, most=50, token_s=0.1)
+    assert times.left_s([job(0, 500)], model(), 0.0) == pytest.approx(50.0)
+
+
+def test_those_without_a_place_come_after_the_others() -> None:
+    times = past(100, 100)
+    jobs = [job(0, 1000) for _ in range(3)]
+    assert times.left_s(jobs, model(3), 0.0) == pytest.approx(10.0)
+    assert times.left_s(jobs, model(2), 0.0) == pytest.approx(20.0)
+    assert times.left_s(jobs, model(1), 0.0) == pytest.approx(30.0)
+
+
+@given(
+    st.lists(st.integers(2, 900), max_size=20),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(300, 900)), min_size=1, max_size=8),
+    st.integers(1, 8),
+)
+def test_all_end_no_later_than_with_the_longest_answers_one_after_the_other(
+    lengths: list[int], sizes: list[tuple[int, int]], places: int
+) -> None:
+    jobs = [job(made, most) for made, most in sizes]
+    left_s = past(*lengths).left_s(jobs, model(places, token_s=1.0), 0.0)
+    assert left_s is not None
+    assert 0 <= left_s <= sum(most - made for made, most in sizes) * 1.0
