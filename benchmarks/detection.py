@@ -21,7 +21,7 @@ import grpc.aio
 
 from benchmarks.report import emit, median
 from kakeya.wire.channels import Keepalive, Option, message_options
-from tests.fleet.nodes import running_node, until
+from tests.fleet.nodes import running_node
 from tests.fleet.outages import (
     child_node,
     cut_stream,
@@ -32,6 +32,7 @@ from tests.fleet.outages import (
     suspecting,
     without,
 )
+from tests.waiting import until
 
 NODES = 25
 SCALED = Keepalive(interval_s=2.0, timeout_s=1.0)
@@ -53,7 +54,7 @@ async def _known_to_all_s() -> float:
         call = await hold(nodes[0].node.channels.get(child.address))
         await end_of(call, child.send(signal.SIGKILL))
         nodes[0].fail("child")
-        return await until(lambda: suspecting(nodes) == len(nodes), LIMIT_S)
+        return await until(lambda: suspecting(nodes) == len(nodes), limit_s=LIMIT_S)
 
 
 async def _stopped_s(options: tuple[Option, ...]) -> float:
