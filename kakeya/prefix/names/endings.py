@@ -1,5 +1,5 @@
-"""The endings of whole prompts: the logits behind their last token, the least recently used first
-to go.
+"""The endings of whole prompts: the logits behind their last token. Those of the class BATCH go
+first, and take the room of each other only; within a class the least recently used.
 
 KV spares a repeated prompt its prefill but for the step of its last token, and the caller waits for
 that step before the first word. Its logits are the same each time, so they are kept too. They are
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kakeya.core.units import MIB
+from kakeya.generation.retention import BlockClass
 from kakeya.prefix.names.blocks import BlockChain, BlockId, packed_ids
 from kakeya.prefix.names.pieces import Piece, longest_at
 
@@ -62,29 +63,45 @@ class Endings:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
         self._kept: OrderedDict[BlockId, bytes] = OrderedDict()
+        self._batch: OrderedDict[BlockId, bytes] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) + len(self._batch)
 
-    def find(self, ending_id: BlockId) -> bytes:
-        """The logits of that name; b"" where they are not known."""
-        logits = self._kept.get(ending_id, b"")
-        if logits:
-            self._kept.move_to_end(ending_id)
+    def find(self, ending_id: BlockId, block_class: BlockClass = BlockClass.USER) -> bytes:
+        """The logits of that name; b"" where they are not known. Once a class other than BATCH used
+        them, they are of BATCH no more."""
+        for kept in (self._kept, self._batch):
+            if logits := kept.get(ending_id, b""):
+                break
+        else:
+            return b""
+        if kept is self._batch and block_class is not BlockClass.BATCH:
+            del kept[ending_id]
+            kept = self._kept
+        kept[ending_id] = logits
+        kept.move_to_end(ending_id)
         return logits
 
-    def keep(self, ending_id: BlockId, logits: bytes) -> bool:
-        """Keep logits, and drop the oldest for them; False where they are known, or too large."""
-        if not logits or ending_id in self._kept or len(logits) > self.limit_bytes:
+    def keep(
+        self, ending_id: BlockId, logits: bytes, block_class: BlockClass = BlockClass.USER
+    ) -> bool:
+        """Keep logits, and drop others for them; False where they are known, or too large."""
+        if not logits or ending_id in self._kept or ending_id in self._batch:
             return False
-        self._kept[ending_id] = logits
+        is_batch = block_class is BlockClass.BATCH
+        others = sum(map(len, self._kept.values())) if is_batch else 0
+        if others + len(logits) > self.limit_bytes:
+            return False
+        (self._batch if is_batch else self._kept)[ending_id] = logits
         self.held_bytes += len(logits)
         while self.held_bytes > self.limit_bytes:
-            _, oldest = self._kept.popitem(last=False)
+            _, oldest = (self._batch or self._kept).popitem(last=False)
             self.held_bytes -= len(oldest)
         return True
 
     def clear(self) -> None:
         """Forget all."""
         self._kept.clear()
+        self._batch.clear()
         self.held_bytes = 0

@@ -13,7 +13,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.units import pack_ids
 from kakeya.generation.kv import LOGIT_BYTES
 from kakeya.generation.request import DecodeRequest
-from kakeya.generation.retention import Retention
+from kakeya.generation.retention import BlockClass, Retention
 from kakeya.prefix.disk.kvb import StoredBlock
 from kakeya.prefix.disk.transfer import PrefixDisk
 from kakeya.prefix.names.blocks import ROOT
@@ -50,16 +50,22 @@ class PrefixEndings:
         """Whether logits of so many bytes can be kept."""
         return size <= self._kept.limit_bytes
 
-    def find(self, ending: Ending, retention: Retention) -> bytes:
+    def find(self, ending: Ending, request: DecodeRequest) -> bytes:
         """The logits of a prompt, for a request that uses them; b"" = they are not known."""
-        logits = self._kept.find(ending.id)
+        retention = request.kv_retention
+        logits = self._kept.find(ending.id, request.priority.block_class)
         if logits and self._disk is not None and retention.is_on_disk:
             self._disk.store.touch((ending.id,), retention)
         return logits
 
-    def keep(self, naming: Naming, ending: Ending, logits: bytes, retention: Retention) -> None:
-        """Keep the logits of a prompt, on disk too where its blocks may be there."""
-        if self._kept.keep(ending.id, logits) and self._disk is not None and retention.is_on_disk:
+    def keep(self, naming: Naming, ending: Ending, logits: bytes, request: DecodeRequest) -> None:
+        """Keep the logits of a request's prompt, on disk too where its blocks may be there; those
+        of the class BATCH are not, which a start would bring back in the place of others."""
+        retention, block_class = request.kv_retention, request.priority.block_class
+        is_kept = self._kept.keep(ending.id, logits, block_class)
+        if not is_kept or self._disk is None or block_class is BlockClass.BATCH:
+            return
+        if retention.is_on_disk:
             self._disk.keep_payload(self._described(naming, ending, logits, retention), logits)
 
     async def recall(self) -> None:
@@ -138,7 +144,7 @@ class RequestEnding:
         ending = naming.ending(pieces, token_ids)
         if ending is None:
             return b""
-        logits = self._endings.find(ending, self._request.kv_retention)
+        logits = self._endings.find(ending, self._request)
         self._is_offered = bool(logits)
         if not logits and self._endings.takes(LOGIT_BYTES * vocab_size):
             self._wanted = naming, ending
@@ -148,7 +154,7 @@ class RequestEnding:
         """Keep the logits that the engine told."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
-            self._endings.keep(*wanted, logits, self._request.kv_retention)
+            self._endings.keep(*wanted, logits, self._request)
 
     def answered(self) -> None:
         """Note that the first token came."""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
+from kakeya.generation.retention import BlockClass
 from kakeya.prefix.names.blocks import BlockChain
 from kakeya.prefix.names.endings import Endings, ending_chain, ending_of
 from kakeya.prefix.names.pieces import pieces_of
@@ -87,6 +88,39 @@ def test_it_holds_what_was_used_last_within_its_bound(
             endings.clear()
             model.clear()
         assert (len(endings), endings.held_bytes) == (len(model), len(model) * SIZE)
+
+
+KEYS = st.sampled_from("abcdef")
+USES = st.lists(st.tuples(st.sampled_from(["find", "keep"]), KEYS, st.booleans()), max_size=40)
+
+
+@given(st.integers(1, 4), USES)
+def test_batch_requests_change_nothing_for_others(
+    rows: int, uses: list[tuple[str, str, bool]]
+) -> None:
+    """What others find is what they would find if there were no batch requests at all, or more."""
+    both, alone = Endings(rows * SIZE), Endings(rows * SIZE)
+    for what, key, is_batch in uses:
+        block_class = BlockClass.BATCH if is_batch else BlockClass.USER
+        for endings in (both,) if is_batch else (both, alone):
+            if not endings.find(key.encode(), block_class) and what == "keep":
+                endings.keep(key.encode(), key.encode() * SIZE, block_class)
+        assert both.held_bytes == len(both) * SIZE <= rows * SIZE
+    left = [key for key in "abcdef" if alone.find(key.encode())]
+    assert [key for key in left if not both.find(key.encode())] == []
+
+
+def test_a_sweep_of_batch_prompts_leaves_the_others_and_keeps_the_last_of_its_own() -> None:
+    endings = Endings(4 * SIZE)
+    endings.keep(b"talk", bytes(SIZE))
+    for number in range(32):
+        assert endings.keep(b"document %d" % number, bytes(SIZE), BlockClass.BATCH)
+    assert endings.find(b"talk")
+    kept = [number for number in range(32) if endings.find(b"document %d" % number)]
+    assert kept == [29, 30, 31], "found by a person, they are of class batch no more"
+    assert not endings.keep(b"document 32", bytes(SIZE), BlockClass.BATCH)
+    assert endings.keep(b"next", bytes(SIZE))
+    assert not endings.find(b"talk"), "the one of the longest time"
 
 
 def test_what_is_larger_than_all_room_or_empty_costs_nobody_theirs() -> None:

@@ -126,6 +126,22 @@ async def test_those_that_were_used_last_come_back_within_the_bound(tmp_path: Pa
         assert not await known(here, prompts[1])
 
 
+async def test_a_sweep_of_batch_documents_leaves_those_of_a_conversation(tmp_path: Path) -> None:
+    documents = [[*range(10 * one, 10 * one + 10)] for one in range(1, 9)]
+    async with telling(tmp_path) as here:
+        here.prefixes.endings._kept.limit_bytes = 4 * 40
+        here.engine.facts = replace(FACTS, vocab_size=40)
+        await here.ask(SEED_TEXT)
+        for document in documents:
+            assert not await known(here, document, priority=GenerationPriority.BATCH)
+        assert await known(here, SEED_TEXT)
+        assert await known(here, documents[-1], priority=GenerationPriority.BATCH)
+        await written(here)
+    async with telling(tmp_path, is_back=True) as here:
+        assert here.prefixes.endings.count == 1
+        assert await known(here, SEED_TEXT)
+
+
 async def test_what_is_for_memory_alone_is_on_no_disk(tmp_path: Path) -> None:
     async with telling(tmp_path) as here:
         await here.ask(SEED_TEXT, kv_retention=Retention.IN_MEMORY)
