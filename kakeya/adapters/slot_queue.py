@@ -86,6 +86,7 @@ class SlotQueue:
         self._prefetch: tuple[Move, ...] = ()
         self._warming = 0
         self._rate = PlaceRate(clock.mono)
+        self._slot_rate = PlaceRate(clock.mono)
         self._short = 0, 0.0  # no more slots than these, until this time
         self.slots = 0
         """The most slots of the engine that was last seen, or those that its memory allows."""
@@ -124,6 +125,8 @@ class SlotQueue:
             self._rate.full()
         waiter = _Waiter(adapter, self._clock.mono(), is_following=is_following)
         adapter.waiting += 1
+        self._slot_rate.full()
+        is_granted = False
         try:
             async with asyncio.timeout(patience_s):
                 if adapter.tier is Tier.COLD:
@@ -133,12 +136,13 @@ class SlotQueue:
                 self._former.add(adapter.adapter_id, waiter, waiter.since)
                 self._wake.set()
                 await waiter.granted
+                is_granted = True
         except TimeoutError:
             self._leave(waiter)
             raise CapacityExhausted(
                 f"adapter {adapter.adapter_id} got no slot within {patience_s:.3g} s; "
                 f"{len(self._table.hot(self._base))} of {self.slots} are taken by others",
-                retry_after_s=1.0,
+                retry_after_s=self._slot_rate.retry_after_s(),
             ) from None
         except asyncio.CancelledError:
             self._leave(waiter)
@@ -146,6 +150,8 @@ class SlotQueue:
         finally:
             adapter.waiting -= 1
             self._rate.freed(is_full=self.waiting >= MAX_WAITING - 1)
+            if is_granted or not self.waiting:  # a request that gave up frees no slot
+                self._slot_rate.freed(is_full=self.waiting > 0)
 
     def released(self) -> None:
         """Note that a lease ended: a slot may have come free."""

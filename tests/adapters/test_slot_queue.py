@@ -105,6 +105,35 @@ async def test_who_got_another_slot_needs_nobody_to_yield_any_more(tmp_path: Pat
         running.release()
 
 
+async def test_who_got_no_slot_is_told_when_one_is_expected_by_those_that_came_free(
+    tmp_path: Path,
+) -> None:
+    async with moved_by_hand(tmp_path, slots=1) as (node, clock):
+        held, late, *wanted = [await node.add(seed) for seed in range(1, 6)]
+        use = await node.adapters.acquire(held)
+        asks = {asyncio.create_task(node.adapters.acquire(one)) for one in wanted}
+        await until(lambda: waiting(node) == len(wanted))
+        for _ in range(2):
+            clock.advance(10)
+            use.release()
+            granted, asks = await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED)
+            (use,) = [await one for one in granted]
+        for _ in range(2):
+            with pytest.raises(CapacityExhausted, match="no slot within") as refused:
+                await node.adapters.acquire(late, patience_s=0.05)
+            assert refused.value.retry_after_s is not None
+            assert refused.value.retry_after_s >= 10
+        use.release()
+        for one in asks:
+            (await one).release()
+        use = await node.adapters.acquire(held)
+        clock.advance(1000)
+        with pytest.raises(CapacityExhausted, match="no slot within") as refused:
+            await node.adapters.acquire(late, patience_s=0.05)
+        assert refused.value.retry_after_s == 1, "of a time at which none waited"
+        use.release()
+
+
 async def test_one_adapter_that_comes_slowly_from_disk_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ class DraftStreamService(DraftStreamServiceServicer):
         self._limits = limits or StreamLimits()
         self._streams: Counter[str] = Counter()
         self._rate = PlaceRate(self._clock.mono)
+        self._text_rate = PlaceRate(self._clock.mono)
         self.held_tokens = 0  # in the texts of all streams
         self._silences: set[asyncio.Timeout] = set()
         self._is_draining = False
@@ -121,6 +122,7 @@ class DraftStreamService(DraftStreamServiceServicer):
             return
         text = _Text(self._proposers.desk(message.model_id), message, self._limits.draft_s)
         await context.send_initial_metadata(())
+        is_refused = False
         try:
             while message is not None:
                 await self._tell(text, message)
@@ -131,8 +133,17 @@ class DraftStreamService(DraftStreamServiceServicer):
                     message = await self._next(requests)
                 else:
                     message = await self._draft(text, message, requests, context)
+        except QueueFull:
+            is_refused = True  # it comes again, and needs the room that it leaves
+            raise
         finally:
+            if not is_refused:
+                self._text_rate.freed(is_full=self._is_short())
             self.held_tokens -= len(text)
+
+    def _is_short(self) -> bool:
+        """Whether one more text of the mean length would not fit."""
+        return self.held_tokens * (self.streams + 1) > self._limits.tokens * self.streams
 
     async def _next(self, requests: Requests) -> DraftStreamRequest | None:
         """The next message; None when the stream is over, silent for too long, or to end."""
@@ -156,7 +167,7 @@ class DraftStreamService(DraftStreamServiceServicer):
             raise QueueFull(
                 f"the texts of all streams hold {self.held_tokens} tokens and may hold "
                 f"{self._limits.tokens}; {len(appended)} more do not fit",
-                retry_after_s=1.0,
+                retry_after_s=self._text_rate.retry_after_s(),
             )
         for start in range(0, len(appended), INLINE_TOKENS):
             if start:
@@ -164,6 +175,8 @@ class DraftStreamService(DraftStreamServiceServicer):
             piece = appended[start : start + INLINE_TOKENS]
             text.extend(piece)
             self.held_tokens += len(piece)
+        if self._is_short():
+            self._text_rate.full()
 
     async def _draft(
         self, text: _Text, message: DraftStreamRequest, requests: Requests, context: Context

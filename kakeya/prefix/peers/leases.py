@@ -165,6 +165,8 @@ class BlockLeases:
             raise QueueFull(
                 f"{len(self._leases)} leases are being read, {len(own)} of them by {caller}; "
                 f"there may be {limits.leases}, {limits.per_caller} of one caller",
+                # A constant: the bounds of streams, which read leases, are below those of leases,
+                # so no rate of this bound can ever be measured.
                 retry_after_s=1.0,
             )
         self._end(idle)

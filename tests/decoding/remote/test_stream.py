@@ -31,6 +31,7 @@ from kakeya.v1.drafts_pb2_grpc import (
 )
 from tests.decoding.servers import serving
 from tests.decoding.toys import VOCAB, HashModel
+from tests.memory.worlds import ManualClock
 from tests.waiting import wait_until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -235,6 +236,32 @@ async def test_what_cannot_follow_ends_the_stream_and_frees_what_it_held(
         await call.write(wrong)
         assert await call.code() is status
         assert (service.streams, service.held_tokens) == (0, 0)
+
+
+async def test_a_text_without_room_is_told_when_one_is_expected_to_end() -> None:
+    clock = ManualClock()
+    proposers = ProposerService({"ngram": NGramProposer()})
+    service = DraftStreamService(proposers, clock=clock, limits=StreamLimits(tokens=300))
+    async with served(service) as stub:
+
+        async def opened() -> grpc.aio.StreamStreamCall:
+            call = stub.DraftStream(timeout=PATIENCE_S)
+            await call.write(FIRST)
+            return call
+
+        for _ in range(2):
+            call = await opened()
+            await call.read()
+            clock.advance(7)
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.OK
+        call = await opened()
+        await call.read()
+        for expected in ("7", "14"):  # a stream that is refused makes no room for others
+            refused = await opened()
+            assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert dict(await refused.trailing_metadata())["retry-after"] == expected
+        call.cancel()
 
 
 async def test_what_was_taken_back_cannot_be_taken_back_again() -> None:

@@ -231,6 +231,13 @@ async def test_the_oldest_lease_of_a_caller_makes_room_for_its_next(world):
         assert await read(stub, lease_id) == [0, 1, 2, 3]
 
 
+def test_no_streams_there_may_be_read_all_leases_of_a_caller_or_of_a_node():
+    """So a lookup always finds an idle lease, which makes room."""
+    leases, streams = LeaseLimits(), ServiceLimits()
+    assert streams.streams_per_caller < leases.per_caller
+    assert streams.streams < leases.leases
+
+
 class GatedSource(w.MemorySource):
     """Gives no block before `gate` is open."""
 
