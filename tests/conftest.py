@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from benchmarks.models import REAL, REAL_EMBEDDER, REAL_GGUF
 from kakeya.backends.llama.find import find_server
 from kakeya.mlx.numerics.blas import preload_blas
-from tests import fork_server
+from tests import findings, fork_server
 from tests.late import (  # noqa: F401  # pytest finds its hooks by their names here
     pytest_addoption,
     pytest_runtest_call,
@@ -26,7 +26,10 @@ from tests.late import (  # noqa: F401  # pytest finds its hooks by their names 
     pytest_runtest_teardown,
     pytest_sessionfinish,
 )
-from tests.spread import pytest_xdist_make_scheduler  # noqa: F401
+from tests.spread import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_xdist_make_scheduler,
+)
 
 if os.environ.get("KAKEYA_TEST_OPENBLAS") == "1":
     preload_blas(1)  # before any test imports mlx, as in an engine
@@ -81,6 +84,15 @@ def children_are_forked(nothing_blocks_the_event_loop: BlockBuster) -> None:
     if sys.platform == "linux" and not IS_SOAK:
         fork_server.may_block(nothing_blocks_the_event_loop)
         fork_server.install(fork_server.Client())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_checked_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By whichever worker is the first."""
+    own = tmp_path_factory.getbasetemp()
+    findings.shared.append(
+        (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "findings"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

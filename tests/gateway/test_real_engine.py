@@ -17,6 +17,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.process import resident_bytes
 from kakeya.generation.facts import ModelState
 from kakeya.memory.api import MemoryArbiter
+from tests import findings
 from tests.gateway.toy import serving
 from tests.waiting import until
 
@@ -30,7 +31,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "def hello(x):
 
 def command(socket: Path) -> list[str]:
     module = [sys.executable, "-m", "kakeya.node.engine_main", "--socket", str(socket)]
-    return [*module, "--model", str(TINY), "--model-id", "tiny"]
+    return [*module, "--model", str(TINY), "--model-id", "tiny", *findings.flags()]
 
 
 async def test_texts_seeds_and_departures_over_a_real_engine():

@@ -9,6 +9,7 @@ from pathlib import Path
 from openai.types.chat import ChatCompletionMessageParam
 
 from kakeya.backends.engine.backend import EngineBackend
+from tests import findings
 from tests.gateway.toy import serving
 
 MODEL = Path(__file__).parents[2] / "kakeya" / "models" / "kakeya-tiny-tools"
@@ -26,7 +27,7 @@ TOOLS = [tool("Bash", "command"), tool("get_weather", "city"), tool("unknown")]
 
 def command(socket: Path) -> list[str]:
     module = [sys.executable, "-m", "kakeya.node.engine_main", "--socket", str(socket)]
-    return [*module, "--model", str(MODEL), "--model-id", "tools"]
+    return [*module, "--model", str(MODEL), "--model-id", "tools", *findings.flags()]
 
 
 async def test_a_model_calls_a_tool_by_itself_and_ends_with_its_answer():

@@ -3,67 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 from kakeya.cli import child
 from kakeya.node.datadir import FINDINGS
+from tests import findings
 from tests.waiting import eventually
 
 VERIFIER, DRAFTER = "kakeya-tiny", "kakeya-tiny-draft"
 QUICK = ("--exchange-interval", "0.5")
 FREE = ("--bind", "127.0.0.1:0", "--http", "127.0.0.1:0")
 
-SPEEDS = {
-    "forwards_s": {"1": 0.003, "2": 0.004, "4": 0.005, "8": 0.006, "16": 0.008},
-    "pieces_s": {"16": 0.01, "32": 0.012, "64": 0.016, "128": 0.025, "256": 0.045},
-    "context_s": 1e-8,
-}
-"""Round numbers in place of measured ones, in seconds, as engines keep them."""
-
-
-@cache
-def known() -> Path:
-    """A folder with what engines of these tests found out about their models."""
-    folder = Path(tempfile.mkdtemp(prefix="kakeya-findings-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
 
 class NodeProcess(child.NodeProcess):
-    """A node whose engines know the embedded models from an earlier load.
-
-    The first one checks them. Without known speeds each engine would measure them again and again
-    in vain: beside other tests no time is believed.
-    """
+    """A node whose engines know the embedded models from an earlier load."""
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(shutil.copytree, known(), self._findings, dirs_exist_ok=True)
+        await asyncio.to_thread(findings.tell, self._findings)
         return await super().__aenter__()
 
     async def stop(self) -> int:
         status = await super().stop()
-        await asyncio.to_thread(self._learn)
+        await asyncio.to_thread(findings.learn, self._findings)
         return status
 
     @property
     def _findings(self) -> Path:
         return self.log_file.parent / "data" / FINDINGS
-
-    def _learn(self) -> None:
-        for file in self._findings.glob("*.json"):
-            if not (known() / file.name).exists():
-                said = json.loads(file.read_bytes()) | {"speeds": SPEEDS}
-                (known() / file.name).write_text(json.dumps(said))
 
 
 def run_daemon(*flags: str, limit_s: float = 100.0) -> subprocess.CompletedProcess[str]:

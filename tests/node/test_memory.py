@@ -44,6 +44,7 @@ from kakeya.memory.estimate.estimate import estimate_model
 from kakeya.memory.estimate.size_file import SizeFile
 from kakeya.memory.machine.panics import FIND_PERIOD_S, KEEP_S
 from kakeya.node.memory import EngineSetup, NodeMemory
+from tests import findings
 from tests.memory.example_plugin import Question
 from tests.memory.machine.test_panics import panic
 from tests.memory.worlds import ManualClock
@@ -51,7 +52,6 @@ from tests.node.nodes import (
     DRAFTER,
     VERIFIER,
     NodeProcess,
-    known,
     model_state,
     offers,
     run_cli,
@@ -327,7 +327,7 @@ async def in_process(
             config.load(("--data-dir", str(folder)), environ or {}).memory,
             specs,
             EngineSetup(
-                command=engine_command("text", findings=known()),
+                command=engine_command("text", findings=findings.known()),
                 options=options or EngineOptions(),
                 sockets=None,
             ),

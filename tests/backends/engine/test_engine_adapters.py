@@ -23,6 +23,7 @@ from kakeya.generation.request import DecodeRequest
 from kakeya.memory.pages.content import ContentType, PageConfig
 from kakeya.memory.pages.pins import Block
 from kakeya.memory.pages.shared_arena import PageArena
+from tests import findings
 from tests.backends.engine.test_engine_limits import PATIENT
 from tests.engine.adapter_rig import FOLDERS, NAMES, TINY
 
@@ -66,7 +67,7 @@ async def started() -> AsyncIterator[EngineBackend]:
     def command(socket: Path) -> Sequence[str]:
         child = (sys.executable, "-m", "kakeya.node.engine_main", "--socket", str(socket))
         slots = ("--adapter-slots", str(SLOTS), "--adapter-rank", "8")
-        return (*child, "--model", str(TINY), "--model-id", "tiny", *slots)
+        return (*child, "--model", str(TINY), "--model-id", "tiny", *slots, *findings.flags())
 
     async with EngineBackend("tiny", command, options=PATIENT) as started:
         await started.ready(120.0)

@@ -25,6 +25,7 @@ from kakeya.core.process import resident_bytes
 from kakeya.generation.frames import Done, Tokens
 from kakeya.generation.kv import PageRef
 from kakeya.generation.request import DecodeRequest
+from tests import findings
 from tests.backends.engine.test_backend import FAST, backend
 from tests.mlx.random_models import write_model
 from tests.waiting import until
@@ -49,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def running(model: Path) -> AsyncIterator[EngineBackend]:
     def command(socket: Path) -> Sequence[str]:
         child = (sys.executable, "-m", "kakeya.node.engine_main", "--socket", str(socket))
-        return (*child, "--model", str(model), "--model-id", "toy")
+        return (*child, "--model", str(model), "--model-id", "toy", *findings.flags())
 
     async with EngineBackend("toy", command, options=PATIENT) as started:
         await started.ready(120.0)

@@ -33,6 +33,7 @@ from kakeya.memory.arbiter.resident import TEXT_TARGET, ResidentKey
 from kakeya.memory.machine.pressure import FootprintPressure as PressureSight
 from kakeya.memory.machine.pressure import Reading
 from kakeya.memory.pressure_sources import footprint
+from tests import findings
 from tests.backends.engine.test_backend import FAST, is_alive
 from tests.mlx.random_models import write_model
 from tests.waiting import until
@@ -62,7 +63,7 @@ def command(model: Path, *greedy: object):
 
     def on_socket(socket: Path):
         options = ("--socket", str(socket), "--model", str(model), "--model-id", "toy")
-        return (sys.executable, "-m", *child, *options)
+        return (sys.executable, "-m", *child, *options, *findings.flags())
 
     return on_socket
 

@@ -25,6 +25,7 @@ from kakeya.generation.frames import Done, Progress, StopReason, Tokens
 from kakeya.generation.kv import PageRef
 from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.text.text import TextModel
+from tests import findings
 from tests.backends.llama.server import TOOLS, llama, toy_gguf
 from tests.gateway.toy import serving
 from tests.waiting import until
@@ -67,7 +68,7 @@ async def test_the_tokens_are_those_of_mlx(llama_server: Path, model: Path) -> N
     """Greedy, of the same weights, behind the same ids: plain, with a bias, and behind an end that
     the request does not ask for."""
     mlx = [sys.executable, "-m", "kakeya.node.engine_main", "--model", str(TOOLS)]
-    mlx += ["--model-id", "mlx"]
+    mlx += ["--model-id", "mlx", *findings.flags()]
     async with (
         llama(llama_server, model) as ours,
         EngineBackend("mlx", lambda socket: [*mlx, "--socket", str(socket)]) as theirs,
