@@ -153,7 +153,7 @@ def test_a_node_that_does_not_answer_is_a_fault_and_the_machine_is_looked_at(
     with held_folder(folder):
         started = time.monotonic()
         done = doctor(folder, "some label", "--json")
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 100
     assert done.returncode == 1
     lines = {line["what"]: line for line in json.loads(done.stdout)["lines"]}
     assert lines["node"]["level"] == "fault"
@@ -170,7 +170,7 @@ def test_a_silent_control_socket_ends_in_time(short_path: Path) -> None:
         started = time.monotonic()
         with pytest.raises(KakeyaError):
             ask_node("", f"unix:{path}")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 # --- shown

@@ -285,8 +285,8 @@ async def test_an_examination_ends_by_its_limit_whatever_hangs(tmp_path: Path) -
             meet(one, two)
             machine = Machine(tmp_path, environ={}, run=hang)
             started = time.monotonic()
-            report = await one.examiner(limit_s=1.0, machine=machine).examine("")
-    assert time.monotonic() - started < 5
+            report = await one.examiner(limit_s=3.0, machine=machine).examine("")
+    assert time.monotonic() - started < 25
     assert find(report, "machine").level is Severity.WARNING
     assert find(report, "peer", "two").level is Severity.WARNING
     assert find(report, "answers at").level is Severity.OK

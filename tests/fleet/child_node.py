@@ -1,7 +1,7 @@
 """A node in a process of its own, to be stopped, killed or blocked by a test.
 
-Prints its address. SIGUSR1 blocks its event loop for the seconds given as second argument. Beside
-the capability service it serves `/test.Stream/Hold`: one message, then silence.
+Prints its address. SIGUSR1 blocks its event loop until SIGUSR2. Beside the capability service it
+serves `/test.Stream/Hold`: one message, then silence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -23,9 +22,11 @@ async def hold(request: bytes, context: object) -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
 
 
-async def main(node_id: str, block_s: float, interval_s: float, timeout_s: float) -> None:
+async def main(node_id: str, interval_s: float, timeout_s: float) -> None:
+    # Before other threads are there, which inherit the mask: one of them would die of the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, time.sleep, block_s)
+    loop.add_signal_handler(signal.SIGUSR1, signal.sigwait, {signal.SIGUSR2})
     handler = grpc.method_handlers_generic_handler(
         "test.Stream", {"Hold": grpc.unary_stream_rpc_method_handler(hold)}
     )
@@ -38,4 +39,4 @@ async def main(node_id: str, block_s: float, interval_s: float, timeout_s: float
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], *map(float, sys.argv[2:5])))
+    asyncio.run(main(sys.argv[1], *map(float, sys.argv[2:4])))

@@ -29,9 +29,9 @@ HOLD = "/test.Stream/Hold"
 
 
 @contextlib.asynccontextmanager
-async def child_node(node_id: str = "child", block_s: float = 0.0) -> AsyncIterator[Child]:
+async def child_node(node_id: str = "child") -> AsyncIterator[Child]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.fleet.child_node", node_id, str(block_s), "2", "1", stdout=PIPE
+        sys.executable, "-m", "tests.fleet.child_node", node_id, "2", "1", stdout=PIPE
     )
     assert process.stdout is not None
     try:

@@ -404,7 +404,7 @@ async def serving(
     base = f"http://127.0.0.1:{port}"
     async with serve_http(app, sock, head_s=head_s), Supervisor(SystemClock()) as works:
         jobs.start(works)
-        async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=base, timeout=60, trust_env=False) as http:
             transport = httpx.AsyncClient(trust_env=False)
             client = AsyncOpenAI(
                 base_url=base + "/v1", api_key="none", max_retries=0, http_client=transport

@@ -189,7 +189,7 @@ async def test_a_connection_that_breaks_is_told_at_once_though_nobody_calls() ->
         assert lost == []
     began = time.monotonic()
     await until(lambda: lost == [node.tls])
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10  # pings would take 15 s
     await channels.aclose()
 
 

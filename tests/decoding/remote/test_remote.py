@@ -174,7 +174,7 @@ def test_a_draft_after_a_prefix_that_was_not_read_is_not_taken(connect):
         remote = connect(address, "plain")
         for is_read in (False, True):
             pending = remote.begin(PROMPT, 4)
-            assert pending.wait(5)
+            assert pending.wait(60)
             if is_read:
                 assert remote.finish(pending).tokens == (1, 1, 1, 1)
             else:
@@ -192,19 +192,19 @@ def test_nobody_there_is_an_error_within_the_deadline(connect):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-        remote = connect(address, timeout_s=10)
+        remote = connect(address, timeout_s=60)
         began = time.monotonic()
         with pytest.raises(RemoteProposerError) as failure:
             remote.propose([1], 2)
     assert failure.value.status is grpc.StatusCode.UNAVAILABLE
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_peer_that_never_answers_costs_one_timeout(connect):
     hold = threading.Event()
 
     def make(prefix, size):
-        hold.wait(10)
+        hold.wait(60)
         return []
 
     with serving(ProposerService({"slow": ToyProposer(make)})) as address:
@@ -212,7 +212,7 @@ def test_a_peer_that_never_answers_costs_one_timeout(connect):
         with pytest.raises(RemoteProposerError) as failure:
             connect(address, timeout_s=0.3).propose([1], 2)
         assert failure.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         hold.set()
 
 
@@ -428,7 +428,7 @@ def test_requests_over_a_closed_channel_fail_one_by_one_and_the_sender_lives():
     for _ in range(2):
         pending = remote.begin([1, 2], 4)
         assert pending is not None
-        assert pending.wait(5)
+        assert pending.wait(60)
         with pytest.raises(RemoteProposerError):
             remote.finish(pending)
     remote.close()
@@ -446,7 +446,7 @@ def test_the_book_drafts_ahead_over_a_real_connection(connect, wait_s):
             return remote.stats.drafted > 0 and (wait_s == 0 or model.forwards < 100)
 
         # On a busy machine a toy decode may end before the first answer is there.
-        assert within(10, drafts_help)
+        assert within(60, drafts_help)
 
 
 def test_the_book_survives_the_death_of_its_peer(connect):
@@ -462,4 +462,4 @@ def test_the_book_survives_the_death_of_its_peer(connect):
 
         has_failed()
         killer.join()
-        assert within(10, has_failed)
+        assert within(60, has_failed)

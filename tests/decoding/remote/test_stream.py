@@ -35,7 +35,7 @@ from tests.memory.worlds import ManualClock
 from tests.waiting import wait_until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def ngrams(**limits: float) -> tuple[ProposerService, DraftStreamService]:
@@ -400,7 +400,10 @@ def test_a_failure_counts_ends_the_stream_and_is_followed_by_calls(
 ) -> None:
     with (
         serving(Abstaining(), Rude(RUDE[habit])) as address,
-        proposing(address, vocab_size=VOCAB, timeout_s=0.2) as proposer,
+        # Of the peer's silence alone is the end waited for.
+        proposing(
+            address, vocab_size=VOCAB, timeout_s=2.0 if habit == "nothing" else PATIENCE_S
+        ) as proposer,
         streaming(proposer) as peer,
     ):
         pending = peer.begin([*PROMPT, 1], 4, noise=None)

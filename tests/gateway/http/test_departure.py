@@ -157,7 +157,7 @@ async def test_a_client_that_takes_nothing_is_given_up_and_disturbs_nobody(folde
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
         writer.write(head % len(body) + body)
         await model.started.wait()
-        await asyncio.wait_for(model.closed.wait(), 10)
+        await asyncio.wait_for(model.closed.wait(), 60)
         assert (await served.http.get("/healthz")).status_code == 200
         writer.transport.abort()
         assert reader is not None
@@ -210,7 +210,7 @@ async def test_no_write_of_a_stream_waits_longer_than_a_stall_may_last(last: byt
             await (client.end(last) if last == END else client.send_event(last))
 
     with pytest.raises(Cancelled):
-        await asyncio.wait_for(work(), 5)
+        await asyncio.wait_for(work(), 60)
     assert line.blocked.is_set()
 
 
@@ -227,7 +227,7 @@ async def test_a_write_behind_a_blocked_comment_does_not_set_its_clock_back() ->
                 await asyncio.sleep(0.01)
 
     with pytest.raises(Cancelled):
-        await asyncio.wait_for(work(), 5)
+        await asyncio.wait_for(work(), 60)
 
 
 async def test_many_clients_that_leave_at_once_leave_nothing_behind(folder):
