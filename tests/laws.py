@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine
 
-_PART = 12
+_PART = 18
 _TRIES_ALL = os.environ.get("KAKEYA_ALL_CASES") == "1"
 
 

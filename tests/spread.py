@@ -13,6 +13,10 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+LONG = ("tests/node/", "tests/fleet/", "tests/wire/", "tests/backends/", "tests/doctor/")
+"""Folders of nodes, engines and networks, whose files take longest. They come first: one that began
+last would go on beside idle workers."""
+
 
 class FileScheduling(LoadFileScheduling):
     """Files in the order of collection, whatever becomes of a worker."""
@@ -43,3 +47,8 @@ class FileScheduling(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling | None:
     return FileScheduling(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONG))

@@ -24,7 +24,7 @@ from tests.gateway.test_real_engine import command
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "minLength": 250, "maxLength": 300},
+        "name": {"type": "string", "minLength": 100, "maxLength": 120},
         "kind": {"enum": ["cat", "dog"]},
     },
     "required": ["name", "kind"],

@@ -513,7 +513,7 @@ def test_a_tenant_that_has_less_than_it_was_told_to_give_grows_by_what_it_was_gr
     state.teardown()
 
 
-TestArbiterLaws = laws_of(ArbiterMachine, cases=10_000, part=66)
+TestArbiterLaws = laws_of(ArbiterMachine, cases=10_000, part=130)
 
 
 def test_three_models_on_a_budget_for_two_serve_all_of_200_requests() -> None:

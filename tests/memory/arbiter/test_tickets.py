@@ -163,4 +163,4 @@ class BothMachine(ArbiterMachine):
         self.take(outcome)
 
 
-TestSameDecisions = laws_of(BothMachine, cases=3_000, part=60)
+TestSameDecisions = laws_of(BothMachine, cases=3_000, part=150)
