@@ -54,7 +54,7 @@ async def test_two_healthy_nodes_have_nothing_to_mend(tmp_path: Path) -> None:
         assert find(report, what, "two").level is Severity.OK
     for what in ("answers at", "node id", "fleet", "disk", "files", "mlx", "ring", "networks"):
         assert find(report, what, "").level is Severity.OK
-    assert report.seconds < 9
+    assert report.seconds < 30
 
 
 async def test_warnings_of_the_node_itself_are_in_its_report(tmp_path: Path) -> None:

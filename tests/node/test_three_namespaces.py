@@ -165,7 +165,7 @@ def test_a_node_needs_its_token_once(fleet: Fleet) -> None:
     assert two.node is not None
     assert two.node.stop() == 0
     two.start()
-    within(20, lambda: all_see_all(fleet, suspect=False))
+    within(60, lambda: all_see_all(fleet, suspect=False))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_node_needs_its_token_once(fleet: Fleet) -> None:
 def test_a_partition_is_survived(fleet: Fleet, seconds: int, *, silently: bool) -> None:
     """Shorter and longer than the TTL of 120 s."""
     one, two, three = fleet
-    within(20, lambda: all_see_all(fleet, suspect=False))
+    within(60, lambda: all_see_all(fleet, suspect=False))
     three.machine.cut(silently=silently)
     try:
         end = time.monotonic() + seconds
@@ -204,7 +204,7 @@ def test_a_partition_is_survived(fleet: Fleet, seconds: int, *, silently: bool) 
     finally:
         three.machine.heal()
     # Rounds are 10 s apart; a suspicion ends with the first one that comes through.
-    within(30, lambda: all_see_all(fleet, suspect=False))
+    within(60, lambda: all_see_all(fleet, suspect=False))
 
 
 def test_a_process_without_a_certificate_gets_nothing_from_any_node(
@@ -235,9 +235,9 @@ def test_the_same_calls_by_a_member_are_answered(fleet: Fleet) -> None:
 
 def test_a_node_that_is_taken_out_is_out_everywhere(fleet: Fleet) -> None:
     one, two, three = fleet
-    within(20, lambda: all_see_all(fleet))
+    within(60, lambda: all_see_all(fleet))
     one.kakeya("revoke", three.node_id)
-    within(10, lambda: one.sees(two) and two.sees(one))
+    within(60, lambda: one.sees(two) and two.sees(one))
     for mini in (one, two):
         codes = call_everything(three.machine, mini.address, *member_of(three, mini))
         # A service that no node has yet is refused before anybody asks who calls.

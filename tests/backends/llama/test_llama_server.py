@@ -205,12 +205,13 @@ async def test_what_it_cannot_do_is_refused_by_type(llama_server: Path, model: P
 
 
 async def test_a_hung_server_is_replaced(llama_server: Path, model: Path) -> None:
-    quick = EngineOptions(probe_interval_s=0.05, probe_timeout_s=0.2, max_missed_probes=2)
+    quick = EngineOptions(probe_interval_s=0.05, probe_timeout_s=1.0, max_missed_probes=2)
     async with llama(llama_server, model, options=quick) as backend:
         await backend.ready(60)
         assert backend.pid is not None
         os.kill(backend.pid, signal.SIGSTOP)
-        await until(lambda: backend.restarts == 1)
+        # On a busy machine the next one may be late with an answer, too.
+        await until(lambda: backend.restarts)
         await backend.ready(60)
 
 
