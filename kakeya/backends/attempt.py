@@ -95,7 +95,7 @@ class Attempt:
                             elif frame is not None:
                                 yield frame
                 except endings.FAILURES as failure:
-                    ending = self._ending(source, failure)
+                    ending = self._ending(source, engine.reason(failure))
                 match endings.after(ending, job):
                     case endings.EndWith(error):
                         raise error from None

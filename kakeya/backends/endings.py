@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kakeya.backends.engine.failures import lost_too_often
 from kakeya.core.errors import KakeyaError, KvRefused, MemoryRefused, NotFound, PeerUnavailable
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.frames import Done
@@ -117,13 +118,9 @@ def after(ending: AttemptEnding, job: Continuation) -> Retry | EndWith | None:
                 return EndWith(refusal)
             return Retry(in_s=refusal.retry_after_s)
         case EngineLost(model_id=model_id, error=error, most=most):
-            if (losses := job.losses["engine"]) < most:
+            if job.losses["engine"] < most:
                 return Retry()
-            message = (
-                f"model {model_id} lost {losses} engines in a row over this request without a "
-                f"token, the last with: {error.message}"
-            )
-            return EndWith(PeerUnavailable(message, retry_after_s=ending.retry_after_s))
+            return EndWith(lost_too_often(model_id, error, job, ending.retry_after_s))
         case AdapterUnknown(adapter=adapter, error=unknown):
             if (losses := job.losses["adapter"]) < MOST_UNKNOWN:
                 return Retry(gives_back=True)

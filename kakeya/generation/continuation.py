@@ -46,6 +46,11 @@ class Continuation:
         """How many tokens were committed."""
         return len(self._committed)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of its prompt."""
+        return self._request.prompt_tokens or len(self._request.token_ids)
+
     def most_tokens(self, context_tokens: int) -> int:
         """How many tokens it may have in such a context."""
         room = context_tokens - len(self._request.token_ids)

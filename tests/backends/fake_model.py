@@ -27,6 +27,9 @@ class FakeEngine:
     decode: Decode
     pid: int = 1
 
+    def reason(self, failure: Exception) -> Exception:
+        return failure
+
 
 class FakeModel:
     """What a generation needs of a model, and of its engines: where one is lost, `next_engine`

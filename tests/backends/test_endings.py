@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from kakeya.backends.endings import (
@@ -15,6 +18,7 @@ from kakeya.backends.endings import (
     after,
     ending_of,
 )
+from kakeya.backends.engine.failures import EngineOutgrew
 from kakeya.core.errors import KvRefused, MemoryRefused, NotFound, PeerUnavailable
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.frames import Done, StopReason, Tokens
@@ -68,6 +72,22 @@ def test_too_many_losses_in_a_row_are_told_with_a_time_to_come_again(
     assert follows.error.retry_after_s is not None
     with pytest.raises(type(follows.error), match=says):
         raise follows.error
+
+
+def test_losses_for_memory_end_with_its_reason_and_no_time_to_come_again() -> None:
+    """The same request would end the engine again."""
+    grew = EngineOutgrew("the engine grew to 900 MiB, beyond its lease of 800 MiB")
+    lost = replace(LOST, error=grew)
+    assert after(lost, job(engines=2)) == Retry()
+    follows = after(lost, job(engines=3))
+    assert isinstance(follows, EndWith)
+    assert isinstance(follows.error, MemoryRefused)
+    assert follows.error.retry_after_s is None
+    assert re.search(
+        "too little memory .* a prompt of 1 tokens: 3 engines were ended in a row, the last as the "
+        "engine grew to 900 MiB, beyond its lease of 800 MiB; send a shorter prompt",
+        follows.error.message,
+    )
 
 
 def test_a_token_between_them_forgives_all_losses() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from kakeya.backends.engine.child import Child, ChildClient, engine_client
+from kakeya.backends.engine.failures import EngineOutgrew
 from kakeya.backends.engine.process import Command, EngineProcess
 from kakeya.backends.engine.restart import RestartPolicy
+from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.frames import Frame, KvWant
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest
@@ -83,6 +85,13 @@ class Engine:
     def pid(self) -> int:
         """The process id of the child."""
         return self.process.pid
+
+    def reason(self, failure: Exception) -> Exception:
+        """The failure of a stream, or why it came where the child was ended for its memory."""
+        outgrew = self.process.outgrew
+        if outgrew and isinstance(failure, PeerUnavailable):
+            return EngineOutgrew(f"the engine {outgrew}")
+        return failure
 
     def decode(self, request: DecodeRequest, offer: KvOffer) -> AsyncGenerator[Frame, None]:
         """Stream the frames of a decode. Raises the errors of `ChildClient.decode`."""

@@ -9,11 +9,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kakeya.core.errors import MemoryRefused, PeerUnavailable
+from kakeya.core.errors import KakeyaError, MemoryRefused, PeerUnavailable
+from kakeya.generation.continuation import Continuation
 
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
 """Seconds after the 1st, 2nd, ... failure within half an hour; the last value repeats."""
 _COUNT_S = 1800.0
+
+
+class EngineOutgrew(PeerUnavailable):
+    """An engine was ended because it outgrew its memory; the message says how."""
+
+
+def lost_too_often(
+    model_id: str, last: PeerUnavailable, job: Continuation, retry_after_s: float | None
+) -> KakeyaError:
+    """The error of a generation that lost engines again and again without a token between.
+
+    Where it is its memory that ended the last one, another try would do the same: no time to come
+    again.
+    """
+    times = job.losses["engine"]
+    if isinstance(last, EngineOutgrew):
+        return MemoryRefused(
+            f"model {model_id} has too little memory for this request, with a prompt of "
+            f"{job.prompt_tokens} tokens: {times} engines were ended in a row, the last as "
+            f"{last.message}; send a shorter prompt, or give the node a larger budget "
+            "(--memory-budget)"
+        )
+    return PeerUnavailable(
+        f"model {model_id} lost {times} engines in a row over this request without a token, the "
+        f"last with: {last.message}",
+        retry_after_s=retry_after_s,
+    )
 
 
 class ModelFailures:

@@ -137,7 +137,8 @@ class EngineLife:
         return engine is None or await engine.client.answers(timeout_s)
 
     def end(self, cause: str) -> None:
-        """End the child in order and start another one at once; this does not count as a death.
+        """End a child that outgrew its memory in order and start another one at once; this does
+        not count as a death.
 
         `cause` completes "because it ..."; running sequences go on in the next child.
         """
@@ -146,14 +147,16 @@ class EngineLife:
             return
         self._is_asked_to_end = True
         self.engine = None
+        self._process.outgrew = cause
         self._process.end(cause)
         self._move(ModelState.RESTARTING, f"it was asked to end because it {cause}")
 
     def kill(self, cause: str) -> None:
-        """Kill the child; `cause` and running sequences as in `end`."""
+        """Kill a child that outgrew its memory; `cause` and running sequences as in `end`."""
         self.gate.resume()
         if self._process is not None:
             self.engine = None  # new requests wait for the next child
+            self._process.outgrew = cause
             self._process.kill(cause)
 
     def unavailable(self) -> PeerUnavailable:

@@ -86,6 +86,8 @@ class EngineProcess:
         self._socket = socket
         self._last_line = ""
         self._cause = ""
+        self.outgrew = ""
+        """How the child outgrew its memory, where it was ended for that, in words."""
         self._relay = asyncio.create_task(self._relay_output(), name=f"output of {name}")
         self._wait = asyncio.create_task(process.wait(), name=f"exit of {name}")
 

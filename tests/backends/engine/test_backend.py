@@ -21,7 +21,13 @@ from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, SocketFolder
 from kakeya.backends.engine.restart import RestartPolicy
-from kakeya.core.errors import ConfigError, InvalidArgument, PeerUnavailable, QueueFull
+from kakeya.core.errors import (
+    ConfigError,
+    InvalidArgument,
+    MemoryRefused,
+    PeerUnavailable,
+    QueueFull,
+)
 from kakeya.generation.facts import EngineStats, ModelState
 from kakeya.generation.frames import Done, Progress, StopReason, Tokens
 from kakeya.generation.progress import LoadPhase, LoadProgress
@@ -234,6 +240,22 @@ async def test_losses_without_a_token_are_bounded(tmp_path):
             os.kill(model.pid, signal.SIGKILL)
         with pytest.raises(PeerUnavailable, match="lost 2 engines in a row over this request"):
             await running
+
+
+async def test_losses_of_engines_that_outgrow_their_memory_end_with_that_reason(tmp_path):
+    record = tmp_path / "record"
+    options = replace(FAST, max_losses_in_a_row=2)
+    async with backend("--delay-s", 30, "--record", record, options=options) as model:
+        await model.ready(20.0)
+        running = asyncio.create_task(collect(model, request()))
+        for losses in (1, 2):
+            await until(lambda n=losses: str(_lines(record)).count("decode") == n)
+            model.kill("grew to 900 MiB, beyond its lease of 800 MiB")
+        with pytest.raises(
+            MemoryRefused, match="the last as the engine grew to 900 MiB"
+        ) as refusal:
+            await running
+        assert refusal.value.retry_after_s is None
 
 
 async def test_an_engine_that_is_not_back_in_time_is_unavailable_with_a_hint():
