@@ -68,10 +68,11 @@ OTHERS: dict[str, tuple[Make, ...]] = {
 OURS: dict[str, tuple[Make, ...]] = {
     "ours, one address": (partial(Shelf, addresses=1),),
     "ours, four addresses": (partial(Shelf, addresses=4),),
-    "ours, four, rates told": (partial(Shelf, addresses=4, tells=True),),
+    "ours, four, older nodes": (partial(Shelf, addresses=4, tells=False),),
     "ours, KV carried": (partial(Shelf, addresses=1, kv_bytes_per_token=KV_BYTES),),
 }
 MAIN, LEAST, CARRIED = "ours, one address", "least loaded, in seconds", "ours, KV carried"
+FOUR = "ours, four addresses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,36 +160,46 @@ def _print(trace: str, load: float, found: dict[str, Result]) -> None:
 def _goal(trace: str, loads: list[dict[str, Result]], seeds: int) -> None:
     """The worst load counts."""
     if trace == "unseen":
-        ours = sum(found[MAIN].first_s for found in loads)
         least = sum(found[LEAST].first_s for found in loads)
+        one, four = (sum(found[name].first_s for found in loads) for name in (MAIN, FOUR))
         emit(
             "routing of unseen prompts: mean seconds to the first token, beside the least loaded",
-            ours=ours / len(loads),
+            ours=one / len(loads),
             baseline=least / len(loads),
-            ratio=least / ours,
-            goal=">= 0.99",
-            met=least / ours >= 0.99,
+            ratio=least / one,
+            four_addresses=round(least / four, 3),
+            goal=">= 0.99, with four addresses too",
+            met=least / max(one, four) >= 0.99,
             seeds=seeds,
         )
         return
-    gains = [_least(found, RIVALS, "first_s") / found[MAIN].first_s for found in loads]
-    tails = [found[MAIN].first_p95_s / _least(found, RIVALS, "first_p95_s") for found in loads]
+    gains, tails = _beside_rivals(loads, MAIN)
+    of_four, tails_of_four = _beside_rivals(loads, FOUR)
     worst = gains.index(min(gains))
     emit(
         f"routing of {trace}: mean seconds to the first token, beside the best rival",
         ours=loads[worst][MAIN].first_s,
         baseline=_least(loads[worst], RIVALS, "first_s"),
         ratio=gains[worst],
-        goal=">= 1.10 at each load, p95 <= 1",
-        met=min(gains) >= 1.10 and max(tails) <= 1.0,
+        goal=">= 1.10 at each load, p95 <= 1, with four addresses too",
+        met=min(gains + of_four) >= 1.10 and max(tails + tails_of_four) <= 1.0,
         by_load=[round(gain, 3) for gain in gains],
         p95_of_best_p95=[round(tail, 3) for tail in tails],
+        four_addresses=[round(gain, 3) for gain in of_four],
+        four_p95=[round(tail, 3) for tail in tails_of_four],
         beside_more_than_they_offer=[
             round(_least(found, OTHERS, "first_s") / found[MAIN].first_s, 3) for found in loads
         ],
         kv_carried=[round(found[CARRIED].first_s / found[MAIN].first_s, 3) for found in loads],
         seeds=seeds,
     )
+
+
+def _beside_rivals(loads: list[dict[str, Result]], name: str) -> tuple[list[float], list[float]]:
+    """How many times the best rival's mean is as long, and our p95 of the best p95, by load."""
+    gains = [_least(found, RIVALS, "first_s") / found[name].first_s for found in loads]
+    tails = [found[name].first_p95_s / _least(found, RIVALS, "first_p95_s") for found in loads]
+    return gains, tails
 
 
 def _least(found: dict[str, Result], names: dict[str, tuple[Make, ...]], field: str) -> float:

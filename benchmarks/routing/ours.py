@@ -25,8 +25,9 @@ BYTES_PER_S = 1.1e9
 
 
 class Shelf:
-    """The product's decision. Clients call one address or four; `tells` = nodes tell their rates,
-    else a gateway knows those of its own requests. With `kv_bytes_per_token` nodes carry KV."""
+    """The product's decision. Clients call one address or four. Without `tells` nodes are of an
+    older build, which tell neither their rates nor what is alike in flight: a gateway knows that of
+    its own requests. With `kv_bytes_per_token` nodes carry KV."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class Shelf:
         time: Timeline,
         *,
         addresses: int,
-        tells: bool = False,
+        tells: bool = True,
         kv_bytes_per_token: int = 0,
     ) -> None:
         self._nodes = nodes
@@ -85,7 +86,7 @@ class Shelf:
 
     def _figures(self, at: int, warm_tokens: int) -> RouteCandidate:
         node = self._nodes[at]
-        prompts_per_s, busy_share = node.lately() if self._tells else (0.0, 0.0)
+        recent, now = node.recent, self._time.now
         return RouteCandidate(
             node_id=node.name,
             speed=node.speed,
@@ -93,14 +94,18 @@ class Shelf:
                 prompt_tokens=node.queued_tokens,
                 prompts=len(node.prefilling) + len(node.waiting),
                 rows=tuple(max(16, EXPECTED_OUTPUT - job.emitted) for job in node.rows),
-                prompts_per_s=prompts_per_s,
-                busy_share=busy_share,
+                prompts_per_s=recent.per_s(now) if self._tells else 0.0,
+                busy_share=recent.busy_share(now) if self._tells else 0.0,
             ),
             link=NodeLink(round_trip_s=2 * LINK_S, bytes_per_s=BYTES_PER_S),
             warm_tokens=warm_tokens,
         )
 
     def _exact(self, request: RoutedRequest, at: int, gateway: int) -> RouteCandidate:
-        warm = self._nodes[at].promised_blocks(request.blocks) * BLOCK_TOKENS
-        figures = self._figures(at, min(warm, request.prompt_tokens - 1))
-        return replace(figures, is_local=at == gateway)
+        node = self._nodes[at]
+        blocks = node.warm_blocks(request.blocks)
+        if self._tells:
+            blocks = node.promised_blocks(request.blocks)
+        figures = self._figures(at, min(blocks * BLOCK_TOKENS, request.prompt_tokens - 1))
+        sharers = node.sharers(request.blocks) if self._tells else 0
+        return replace(figures, is_local=at == gateway, sharers=sharers)

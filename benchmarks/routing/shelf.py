@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.routing.traces import BLOCK_TOKENS
+from kakeya.backends.recent_prompts import RecentPrompts
 from kakeya.dispatch.routing.candidate import NodeSpeed
 
 EXPECTED_OUTPUT = 128
 """What nodes and policies expect of an answer: its true length is known to none."""
-_WINDOW_S = 60.0
 
 
 class Timeline:
@@ -82,8 +82,7 @@ class VirtualNode:
         self._began_s = 0.0
         self._steps = 0
         self._piece = 0
-        self._seen: deque[float] = deque()
-        self._worked: deque[tuple[float, float]] = deque()
+        self.recent = RecentPrompts(time.now)
 
     # what is told of it
 
@@ -130,23 +129,20 @@ class VirtualNode:
                 found += 1
         return found
 
-    def lately(self) -> tuple[float, float]:
-        """Prompts per second, and the share of the time in which one was computed, of a minute."""
-        now = self._time.now
-        since = max(0.0, now - _WINDOW_S)
-        while self._seen and self._seen[0] < since:
-            self._seen.popleft()
-        while self._worked and self._worked[0][0] < since:
-            self._worked.popleft()
-        span = max(1.0, now - since)
-        return len(self._seen) / span, min(1.0, sum(took for _, took in self._worked) / span)
+    def sharers(self, blocks: Sequence[bytes]) -> int:
+        """How many requests have most of these blocks."""
+        least = len(blocks) // 2
+        return sum(
+            len(job.blocks) > least and job.blocks[least] == blocks[least]
+            for job in (self.jobs if blocks else ())
+        )
 
     # what happens to it
 
     def take(self, job: Job) -> None:
         """A request arrives."""
         self.served += 1
-        self._seen.append(self._time.now)
+        self.recent.begin(self._time.now)
         found = self.promised_blocks(job.blocks) * BLOCK_TOKENS
         job.computes = job.prompt_tokens - min(found, job.prompt_tokens - 1)
         self.waiting.append(job)
@@ -242,8 +238,6 @@ class VirtualNode:
             return
         now = self._time.now
         self.busy_s += now - self._began_s
-        if self._piece:
-            self._worked.append((now, now - self._began_s))
         ended: list[Job] = []
         if self._steps:
             for job in self.rows:
@@ -273,6 +267,7 @@ class VirtualNode:
         if job.computes > 0:
             return None
         self.prefilling.popleft()
+        self.recent.end(self._time.now)
         job.emitted = 1
         self._touch(job.blocks)
         for block in job.blocks[job.pinned :]:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from kakeya.adapters.manager import AdapterManager, AdapterWish
 from kakeya.backends.resident import ResidentModel
-from kakeya.generation.facts import EngineStats, ModelFacts, ModelState, RequestLoad
+from kakeya.generation.facts import (
+    EngineStats,
+    ModelFacts,
+    ModelState,
+    PromptsAlike,
+    RequestLoad,
+)
 from kakeya.generation.frames import Frame
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import DecodeRequest, GenerationPriority
@@ -76,6 +82,10 @@ class AdaptedModel:
     def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
         """0: which version of the adapter a request gets is known when it begins."""
         return 0
+
+    def alike(self, token_ids: Sequence[int]) -> PromptsAlike:
+        """Nothing, likewise."""
+        return PromptsAlike()
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL

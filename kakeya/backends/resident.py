@@ -30,6 +30,8 @@ from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.llama.plan import text_source
 from kakeya.backends.model_life import ModelLife
+from kakeya.backends.prompts_in_flight import PromptsInFlight
+from kakeya.backends.recent_prompts import RecentPrompts, counted
 from kakeya.backends.run_times import RunTimes
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms, terms_within
 from kakeya.core.clock import Clock
@@ -41,7 +43,13 @@ from kakeya.core.errors import (
 )
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.config import WAIT_S
-from kakeya.generation.facts import EngineStats, ModelFacts, ModelState, RequestLoad
+from kakeya.generation.facts import (
+    EngineStats,
+    ModelFacts,
+    ModelState,
+    PromptsAlike,
+    RequestLoad,
+)
 from kakeya.generation.frames import Frame, Usage
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec, resolve
@@ -72,7 +80,9 @@ class ResidentModel(ModelLife):
         self._patience_s = patience_s
         self._asking = 0
         self._runs = RunTimes()
+        self._recent = RecentPrompts(clock.mono())
         self._attempts: WeakSet[Attempt] = WeakSet()
+        self._prompts = PromptsInFlight()
         self.prefixes: NodePrefixes | None = None
         """The store of the KV of prompts; None = none is kept."""
         self.on_usage: Callable[[Usage], None] = lambda _: None
@@ -126,6 +136,8 @@ class ResidentModel(ModelLife):
             answers=tuple(job.tokens for job in jobs if job.has_begun),
             waiting=len(left),
             waiting_tokens=sum(left),
+            prompts_per_s=self._recent.per_s(self._clock.mono()),
+            busy_share=self._recent.busy_share(self._clock.mono()),
         )
 
     def use_s(self, *, is_waiting: bool) -> float | None:
@@ -142,6 +154,11 @@ class ResidentModel(ModelLife):
         prompts_s = prompt_tokens and prompt_tokens / facts.prefill_tokens_per_second
         left_s = self._runs.left_s(jobs, facts, now)
         return None if left_s is None else prompts_s + left_s
+
+    def alike(self, token_ids: Sequence[int]) -> PromptsAlike:
+        """What its requests without an adapter have in common with a prompt."""
+        block = self.facts.kv_block_tokens if self.facts is not None and self.prefixes else 0
+        return self._prompts.alike(token_ids, block)
 
     @property
     def load_s(self) -> float | None:
@@ -204,7 +221,11 @@ class ResidentModel(ModelLife):
             on_usage=partial(self.used, request),
         )
         self._attempts.add(attempt)
-        return attempt.frames()
+        if adapter is None:
+            self._prompts.add(attempt, request.token_ids)
+        if request.priority is GenerationPriority.SPECULATIVE:  # it rests for others
+            return attempt.frames()
+        return counted(attempt.frames(), self._recent, self._clock.mono)
 
     def used(self, request: DecodeRequest, usage: Usage) -> None:
         """Note what a whole generation took."""

@@ -97,11 +97,26 @@ class EngineStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLoad:
     """The requests that a model has at this moment: the tokens so far of each answer that decodes,
-    the requests that wait for their first token, and what is left to compute of their prompts."""
+    the requests that wait for their first token, and what is left to compute of their prompts.
+
+    `prompts_per_s` is how many came lately, and `busy_share` the share of the time with a prompt to
+    compute, 0..1.
+    """
 
     answers: tuple[int, ...] = ()
     waiting: int = 0
     waiting_tokens: int = 0
+    prompts_per_s: float = 0.0
+    busy_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsAlike:
+    """What the requests of a model at this moment have in common with a prompt: `requests` have
+    most of it, and those that go first will leave the KV of its first `tokens`."""
+
+    requests: int = 0
+    tokens: int = 0
 
 
 class ModelState(StrEnum):

@@ -172,6 +172,10 @@ class QuoteResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     PIECE_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPTS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    ALIKE_REQUESTS_FIELD_NUMBER: _builtins.int
+    COMING_TOKENS_FIELD_NUMBER: _builtins.int
     is_ready: _builtins.bool
     """Whether it is in memory and serves."""
     load_seconds: _builtins.float
@@ -194,6 +198,16 @@ class QuoteResponse(_message.Message):
     numerics: _builtins.str
     piece_tokens: _builtins.int
     """Of the pieces in which a prompt is computed; 0 = as a whole."""
+    prompts_per_second: _builtins.float
+    """Prompts that came lately per second, from any node, and the share of the time with one to
+    compute; 0 = none came, or an older node, which does not tell.
+    """
+    busy_share: _builtins.float
+    alike_requests: _builtins.int
+    """Requests in flight that have most of the history in common with it; and of the history, the
+    leading tokens whose KV those of them leave that are not computed yet.
+    """
+    coming_tokens: _builtins.int
     @_builtins.property
     def answer_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -212,10 +226,14 @@ class QuoteResponse(_message.Message):
         weights: _builtins.str = ...,
         numerics: _builtins.str = ...,
         piece_tokens: _builtins.int = ...,
+        prompts_per_second: _builtins.float = ...,
+        busy_share: _builtins.float = ...,
+        alike_requests: _builtins.int = ...,
+        coming_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "batch_rows", b"batch_rows", "cached_tokens", b"cached_tokens", "is_ready", b"is_ready", "load_seconds", b"load_seconds", "numerics", b"numerics", "piece_tokens", b"piece_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "refusal", b"refusal", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alike_requests", b"alike_requests", "answer_tokens", b"answer_tokens", "batch_rows", b"batch_rows", "busy_share", b"busy_share", "cached_tokens", b"cached_tokens", "coming_tokens", b"coming_tokens", "is_ready", b"is_ready", "load_seconds", b"load_seconds", "numerics", b"numerics", "piece_tokens", b"piece_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompts_per_second", b"prompts_per_second", "refusal", b"refusal", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol
 
-from kakeya.generation.facts import ModelFacts, ModelState, RequestLoad
+from kakeya.generation.facts import ModelFacts, ModelState, PromptsAlike, RequestLoad
 from kakeya.generation.model import ModelDirectory, ServedModel
 
 
@@ -31,6 +31,10 @@ class QuotedModel(ServedModel, Protocol):
 
     def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
         """How many leading tokens of a history have their KV here."""
+        ...
+
+    def alike(self, token_ids: Sequence[int]) -> PromptsAlike:
+        """What its requests at this moment have in common with a history."""
         ...
 
 
@@ -64,6 +68,7 @@ class Quote:
     batch_rows: int = 1
     load: RequestLoad = field(default_factory=RequestLoad)
     cached_tokens: int = 0
+    alike: PromptsAlike = field(default_factory=PromptsAlike)
     refusal: str = ""
     weights: str = ""
     numerics: str = ""
@@ -83,6 +88,7 @@ def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) 
         batch_rows=facts.batch_rows,
         load=model.load,
         cached_tokens=model.held_tokens(token_ids, cuts),
+        alike=model.alike(token_ids),
         refusal=model.refusal,
         weights=weights_of(facts),
         numerics=numerics_of(facts),

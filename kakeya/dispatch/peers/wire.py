@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kakeya.dispatch.peers.quote import Quote
-from kakeya.generation.facts import RequestLoad
+from kakeya.generation.facts import PromptsAlike, RequestLoad
 from kakeya.generation.manifest import GivenTemplate, Manifest, Thinking
 from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.v1 import serving_pb2 as pb
 
 _NOT_KNOWN = -1.0
+_MOST_PER_S = 1000.0
 _THINKING: dict[str, Thinking] = {"on": "on", "off": "off"}
 
 
@@ -24,7 +25,11 @@ def quote_to_wire(quote: Quote) -> pb.QuoteResponse:
         answer_tokens=quote.load.answers,
         waiting=quote.load.waiting,
         waiting_tokens=quote.load.waiting_tokens,
+        prompts_per_second=quote.load.prompts_per_s,
+        busy_share=quote.load.busy_share,
         cached_tokens=quote.cached_tokens,
+        alike_requests=quote.alike.requests,
+        coming_tokens=quote.alike.tokens,
         refusal=quote.refusal,
         weights=quote.weights,
         numerics=quote.numerics,
@@ -44,12 +49,19 @@ def quote_from_wire(message: pb.QuoteResponse) -> Quote:
             answers=tuple(message.answer_tokens),
             waiting=message.waiting,
             waiting_tokens=message.waiting_tokens,
+            prompts_per_s=_within(message.prompts_per_second, _MOST_PER_S),
+            busy_share=_within(message.busy_share, 1.0),
         ),
         cached_tokens=message.cached_tokens,
+        alike=PromptsAlike(requests=message.alike_requests, tokens=message.coming_tokens),
         refusal=message.refusal,
         weights=message.weights,
         numerics=message.numerics,
     )
+
+
+def _within(number: float, most: float) -> float:
+    return min(number, most) if number > 0 else 0.0  # nor NaN
 
 
 def manifest_to_wire(manifest: Manifest) -> pb.ServedManifest:

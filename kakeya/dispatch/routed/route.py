@@ -231,9 +231,12 @@ class RequestRoute:
                 rows=tuple(
                     max(_LEAST_LEFT, UNKNOWN_OUTPUT_TOKENS - tokens) for tokens in load.answers
                 ),
+                prompts_per_s=load.prompts_per_s,
+                busy_share=load.busy_share,
             ),
             link=NodeLink(round_trip_s=0.0 if peer is None else peer.rtt_s),
-            warm_tokens=quote.cached_tokens,
+            warm_tokens=max(quote.cached_tokens, quote.alike.tokens),
+            sharers=quote.alike.requests,
             unfit=unfit,
         )
 

@@ -106,7 +106,8 @@ class RouteLedger:
         self, request: RoutedRequest, node: RouteCandidate, now: float
     ) -> RouteCandidate:
         made_mono = now - node.age_s
-        tokens, prompts, rows, warm, sharers = 0, 0, list[int](), node.warm_tokens, 0
+        tokens, prompts, rows, warm = 0, 0, list[int](), node.warm_tokens
+        there, sharers = 0, 0
         for routed in self._routed.values():
             if routed.node_id != node.node_id:
                 continue
@@ -115,9 +116,11 @@ class RouteLedger:
                 warm = max(warm, common)
             if routed.ended_mono is not None:
                 continue
-            sharers += 2 * common > request.prompt_tokens
+            shares = 2 * common > request.prompt_tokens
             if routed.there_mono < made_mono:
+                there += shares
                 continue
+            sharers += shares
             if routed.first_mono is None:
                 tokens += routed.computes
                 prompts += 1
@@ -129,7 +132,9 @@ class RouteLedger:
             prompts=node.work.prompts + prompts,
             rows=(*node.work.rows, *rows),
         )
-        return replace(node, work=work, warm_tokens=warm, sharers=node.sharers + sharers)
+        return replace(
+            node, work=work, warm_tokens=warm, sharers=max(node.sharers, there) + sharers
+        )
 
     def _rated(self, node: RouteCandidate, now: float) -> QueuedWork:
         """The node's work with the rates of this node's requests, where it tells no higher ones."""

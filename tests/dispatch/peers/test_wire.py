@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kakeya.dispatch.peers import wire
 from kakeya.dispatch.peers.quote import Quote
-from kakeya.generation.facts import RequestLoad
+from kakeya.generation.facts import PromptsAlike, RequestLoad
 from kakeya.generation.manifest import NO_MANIFEST, GivenTemplate, Manifest
 from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.v1 import serving_pb2 as pb
@@ -22,6 +22,7 @@ QUOTES = drawn(
     load_s=st.none() | st.just(0.0) | SECONDS,
     batch_rows=st.integers(1, 64),
     load=drawn(RequestLoad),
+    alike=drawn(PromptsAlike),
 )
 MANIFESTS = st.builds(
     Manifest,
@@ -77,8 +78,19 @@ def test_the_thinking_of_a_newer_build_is_left_to_the_template() -> None:
 @pytest.mark.parametrize("wrong", [math.nan, -5.0, -math.inf])
 def test_figures_that_no_node_can_have_are_not_known(wrong: float) -> None:
     message = pb.QuoteResponse(
-        load_seconds=wrong, prefill_tokens_per_second=wrong, tokens_per_second=wrong
+        load_seconds=wrong,
+        prefill_tokens_per_second=wrong,
+        tokens_per_second=wrong,
+        prompts_per_second=wrong,
+        busy_share=wrong,
     )
     quote = wire.quote_from_wire(through(message))
     assert (quote.load_s, quote.prefill_tokens_per_s, quote.tokens_per_s) == (None, 0.0, 0.0)
     assert quote.batch_rows == 1
+    assert (quote.load.prompts_per_s, quote.load.busy_share) == (0.0, 0.0)
+
+
+def test_rates_that_no_node_can_have_are_bounded() -> None:
+    message = pb.QuoteResponse(prompts_per_second=math.inf, busy_share=7.0)
+    load = wire.quote_from_wire(through(message)).load
+    assert (load.prompts_per_s, load.busy_share) == (1000.0, 1.0)

@@ -15,7 +15,7 @@ from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.peers.client import PeerCalls
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
-from kakeya.generation.facts import ModelFacts, RequestLoad
+from kakeya.generation.facts import ModelFacts, PromptsAlike, RequestLoad
 from kakeya.generation.frames import Frame
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, GenerationPriority
@@ -53,6 +53,7 @@ class QuotedToy(HashServedModel):
     load_s: float | None = 0.0
     refusal: str = ""
     held: int = 0
+    beside: PromptsAlike = field(default_factory=PromptsAlike)
     fails: KakeyaError | None = None
     """Raised by each call that can fail."""
     waits: RequestWait | None = None
@@ -65,6 +66,9 @@ class QuotedToy(HashServedModel):
 
     def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
         return min(self.held, len(token_ids))
+
+    def alike(self, token_ids: Sequence[int]) -> PromptsAlike:
+        return self.beside
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL

@@ -12,7 +12,7 @@ from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.route import RequestRoute
 from kakeya.dispatch.routing.decision import NoRoute
 from kakeya.generation.continuation import Continuation
-from kakeya.generation.facts import ModelFacts, ModelState, RequestLoad
+from kakeya.generation.facts import ModelFacts, ModelState, PromptsAlike, RequestLoad
 from kakeya.generation.frames import Tokens
 from kakeya.generation.request import DecodeRequest
 from tests.dispatch.peers.world import facts_of
@@ -41,6 +41,33 @@ async def test_the_estimates_are_made_of_quotes() -> None:
     assert right.prefill_s == pytest.approx(0.1)
     # A step of the row that decodes stands between two pieces of 128 tokens.
     assert left.wait_s == pytest.approx(0.5 * (1 + 0.01 * 1000 / 128))
+
+
+async def test_what_other_nodes_sent_counts_by_the_rates_that_a_node_tells() -> None:
+    """This node sent nothing, and knows of no request."""
+    shelf = Shelf()
+    left = shelf.node("left").model
+    left.load = RequestLoad(prompts_per_s=2.0, busy_share=0.5)
+    decision, _ = await route_of(shelf).decide(job_of(2000))
+    right, left_estimate = decision.estimates
+    assert right.node_id == "right"
+    assert right.later_s == right.places_s == 0
+    assert left_estimate.later_s > 0
+    assert left_estimate.places_s > 0
+
+
+async def test_a_prefix_that_a_node_computes_for_another_one_is_warm_there() -> None:
+    shelf = Shelf()
+    shelf.node("right").model.beside = PromptsAlike(requests=3, tokens=1920)
+    decision, _ = await route_of(shelf).decide(job_of(2000))
+    assert (decision.node_id, decision.chosen.warm_tokens) == ("right", 1920)
+    left = next(one for one in decision.estimates if one.node_id == "left")
+    # A copy of what three more want is worth all that it takes.
+    assert left.copy_s == pytest.approx(-1.92)
+    shelf.node("right").model.beside = PromptsAlike(requests=0, tokens=1920)
+    again, _ = await route_of(shelf).decide(job_of(2000))
+    left = next(one for one in again.estimates if one.node_id == "left")
+    assert left.copy_s == pytest.approx(-0.3 * 1.92)
 
 
 async def test_a_model_that_was_never_loaded_comes_behind_one_that_serves() -> None:

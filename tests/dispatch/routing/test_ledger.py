@@ -135,6 +135,21 @@ def test_ended_requests_are_forgotten_without_news_too() -> None:
     assert len(ledger) == 0
 
 
+def test_requests_alike_that_a_node_tells_are_not_counted_twice() -> None:
+    ledger = RouteLedger()
+    request = request_of("a", tokens=640)
+    for number in range(3):
+        ledger.begin(str(number), request, choose(request, SHELF[:1]), 10.0)
+
+    def sharers(told: int, age_s: float) -> int:
+        node = replace(SHELF[0], sharers=told, age_s=age_s)
+        return ledger.corrected(request, [node], 12.0)[0].sharers
+
+    assert sharers(5, age_s=0.0) == 5, "the node counts the three too"
+    assert sharers(0, age_s=0.0) == 3, "an older node tells nothing"
+    assert sharers(5, age_s=3.0) == 8, "they came after its figures were made"
+
+
 def test_rates_of_own_requests_count_where_a_node_tells_no_higher_ones() -> None:
     ledger = RouteLedger()
     request = request_of("a", tokens=250)
