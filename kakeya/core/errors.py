@@ -2,6 +2,7 @@
 
     KakeyaError
       InvalidArgument      the caller's input is not valid
+        ContextLengthExceeded  prompt and output do not fit into the model's context
       ConfigError          a flag, a file or an environment value is wrong; the start ends with 2
       NotFound             no such model, session, node
         PlacementError     no live node carries a role that a plan needs
@@ -58,6 +59,12 @@ class InvalidArgument(KakeyaError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextLengthExceeded(InvalidArgument):
+    """Prompt and output do not fit into the model's context."""
+
+    code = "context_length_exceeded"
 
 
 class Unsupported(InvalidArgument):

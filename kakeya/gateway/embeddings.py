@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from kakeya.backends.request import ModelNotFound
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvalidArgument, NotFound
+from kakeya.core.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from kakeya.dispatch.profiles import ClientProfile
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.gateway.figures import HttpMetrics
@@ -24,7 +24,7 @@ from kakeya.gateway.http.receipt import note_defaults
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.model import EmbeddingModel, ModelDirectory
-from kakeya.generation.request import ContextLengthExceeded, GenerationPriority
+from kakeya.generation.request import GenerationPriority
 from kakeya.text.text import Texts
 
 EmbeddingInput: TypeAlias = str | tuple[int, ...]

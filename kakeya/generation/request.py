@@ -24,12 +24,6 @@ MOST_BIAS = 100
 MOST_TOP_LOGPROBS = 20
 
 
-class ContextLengthExceeded(InvalidArgument):
-    """Prompt and output do not fit into the model's context."""
-
-    code = "context_length_exceeded"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a token is selected. Temperature 0 is greedy; the seed then has no effect.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kakeya.core.errors import InvalidArgument
+from kakeya.core.errors import ContextLengthExceeded, InvalidArgument
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.request import MAX_PROMPT_TOKENS, ContextLengthExceeded
+from kakeya.generation.request import MAX_PROMPT_TOKENS
 from kakeya.text.bound import TooManyTokens
 from kakeya.text.chat import Chat
 from kakeya.text.text import TextModel

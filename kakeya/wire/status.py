@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote, unquote
 
 import grpc
 import grpc.aio
@@ -48,19 +50,15 @@ ERROR_BY_STATUS: dict[grpc.StatusCode, type[errors.KakeyaError]] = {
 }
 STATUS_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 """Status codes by number, for statuses inside messages."""
-_FINER: tuple[type[errors.KakeyaError], ...] = (
-    errors.Unsupported,
-    errors.PlacementError,
-    errors.QueueFull,
-    errors.CapacityExhausted,
-    errors.MemoryRefused,
-    errors.DrainTimeout,
-    errors.KvRefused,
-    errors.LeaseRefused,
-)
-_NAMED = {kind.code: kind for kind in (*STATUS_BY_ERROR.keys(), *_FINER)}
+_NAMED = {
+    kind.code: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.KakeyaError) and "code" in vars(kind)
+}
+"""The errors that cross as they are; of the others the nearest ancestor by status."""
 _LONGEST_WAIT_S = 3600.0
 """The longest wait that a peer's error may ask of its caller."""
+_LONGEST_PARAM = 200
 
 
 def status_of(error: errors.KakeyaError) -> grpc.StatusCode:
@@ -78,7 +76,8 @@ def _status_of_kind(kind: type[errors.KakeyaError]) -> grpc.StatusCode:
 def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.KakeyaError:
     """Make the error for a failed call to `peer`, with the peer's own words.
 
-    A Kakeya node names the exact error; the name counts if the status of the call agrees with it.
+    A Kakeya node names the exact error, with its fields; the name counts if the status of the call
+    agrees with it.
     """
     return error_from_status(*rpc_status(error), peer)
 
@@ -97,13 +96,17 @@ def error_from_status(
     words = f"{peer}: {details or code}"
     kind = ERROR_BY_STATUS.get(code, errors.PeerError) if code else errors.PeerError
     named = _NAMED.get(said.get("kakeya-error", ""), kind)
-    if _status_of_kind(named) is code:
+    if _status_of_kind(named) is code and named is not errors.KakeyaError:
         kind = named
+    failure: errors.KakeyaError
     if issubclass(kind, errors.InvariantBroken):
         law, _, values = details.partition(": ")
-        return errors.InvariantBroken(f"{peer}: {law}", values)
-    failure = kind(words)
-    failure.retry_after_s = _seconds(said.get("retry-after", ""))
+        failure = errors.InvariantBroken(f"{peer}: {law}", values)
+    else:
+        failure = kind(words)
+    if isinstance(failure, errors.InvalidArgument):
+        failure.param = unquote(said.get("kakeya-param", ""))[:_LONGEST_PARAM] or None
+    failure.retry_after_s = _wait_of(said)
     return failure
 
 
@@ -119,15 +122,25 @@ def _metadata(error: grpc.RpcError) -> dict[str, str]:
     return {key: text for key, text in pairs if isinstance(text, str)}
 
 
-def _seconds(text: str) -> float | None:
-    return min(float(text[:9]), _LONGEST_WAIT_S) if text.isdecimal() and text.isascii() else None
+def _wait_of(said: Mapping[str, str]) -> float | None:
+    """The wait in metadata: in milliseconds, or of a peer that does not say these in seconds."""
+    for name, unit_s in (("kakeya-retry-after-ms", 0.001), ("retry-after", 1.0)):
+        text = said.get(name, "")
+        if text.isdecimal() and text.isascii():
+            return min(int(text[:9]) * unit_s, _LONGEST_WAIT_S)
+    return None
 
 
 def metadata_of(error: errors.KakeyaError) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that goes with the status of an error."""
-    if error.retry_after_s is None:
-        return (("kakeya-error", error.code),)
-    return (("kakeya-error", error.code), ("retry-after", f"{error.retry_after_s:.0f}"))
+    """Return the metadata that goes with the status of an error: its name, and its fields."""
+    pairs = [("kakeya-error", error.code)]
+    if error.retry_after_s is not None:
+        wait_s = max(0.0, min(error.retry_after_s, _LONGEST_WAIT_S))
+        pairs.append(("retry-after", f"{math.ceil(wait_s)}"))
+        pairs.append(("kakeya-retry-after-ms", f"{1000 * wait_s:.0f}"))
+    if isinstance(error, errors.InvalidArgument) and error.param:
+        pairs.append(("kakeya-param", quote(error.param[:_LONGEST_PARAM], safe="[]")))
+    return tuple(pairs)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from typing import Any
 from kakeya.backends.llama.gbnf import gbnf
 from kakeya.backends.llama.json_gbnf import is_followed
 from kakeya.core.errors import (
+    ContextLengthExceeded,
     InvalidArgument,
     KakeyaError,
     MemoryRefused,
@@ -26,7 +27,7 @@ from kakeya.core.errors import (
     Unsupported,
 )
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, TokenLogprob, Tokens, Usage
-from kakeya.generation.request import ContextLengthExceeded, DecodeRequest
+from kakeya.generation.request import DecodeRequest
 from kakeya.text.grammar import schema_of
 
 _SEEDS = (1 << 31) - 1

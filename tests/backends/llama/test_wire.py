@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kakeya.backends.llama.gbnf import gbnf
 from kakeya.backends.llama.wire import CompletionReader, completion_body, events_of, failure_of
 from kakeya.core.errors import (
+    ContextLengthExceeded,
     InvalidArgument,
     KakeyaError,
     MemoryRefused,
@@ -22,7 +23,7 @@ from kakeya.core.errors import (
     Unsupported,
 )
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, TokenLogprob, Tokens
-from kakeya.generation.request import ContextLengthExceeded, DecodeRequest, Sampling
+from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.text.grammar import AnswerShape, ModelMarks, answer_grammar, schema_of
 from kakeya.text.tools.families import JSON_FAMILY
 

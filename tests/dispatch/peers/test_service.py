@@ -314,6 +314,34 @@ async def test_a_stream_that_ends_without_its_last_frame_is_a_broken_protocol() 
         await server.stop(None)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type)
+        and issubclass(kind, errors.KakeyaError)
+        and kind not in (errors.KakeyaError, errors.Cancelled)  # the caller left: none is there
+    ],
+)
+async def test_the_errors_of_a_node_come_as_they_are(
+    node: ServingNode, model: QuotedToy, kind: type[errors.KakeyaError]
+) -> None:
+    is_law = issubclass(kind, errors.InvariantBroken)
+    raised = kind("law", "what") if is_law else kind("law: what")
+    raised.retry_after_s = 0.25
+    if isinstance(raised, errors.InvalidArgument):
+        raised.param = "prompt"
+    model.fails, model.facts = raised, None
+    for calling in (frames_of(node, asked()), node.calls.describe("toy", "", 1.0, NORMAL)):
+        with pytest.raises(kind) as caught:
+            await calling
+        assert type(caught.value) is kind
+        assert caught.value.message == "mini: law: what"
+        assert caught.value.retry_after_s == 0.25
+        assert getattr(caught.value, "param", "prompt") == "prompt"
+
+
 async def test_an_older_node_knows_no_method() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
