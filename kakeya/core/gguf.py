@@ -10,6 +10,7 @@ No file is trusted: every length must lie in the file.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import re
 import struct
@@ -36,6 +37,7 @@ _NUMBERS = {
 _TEXT, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _MOST_ENTRIES = 100_000
+_SAMPLES, _SAMPLE_BYTES = 512, 64
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf\Z")
 _NO_MODEL = re.compile(r"mmproj", re.IGNORECASE)
 """Names of files that hold the encoder of pictures beside a model."""
@@ -71,6 +73,20 @@ def gguf_shards(path: Path) -> list[Path]:
         return [path]
     stem, count = path.name[: shard.start()], int(shard[2])
     return [path.with_name(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+
+
+def gguf_fingerprint(path: Path) -> str:
+    """Name the weights of a model: another name for other sizes and samples. Blocks.
+
+    Raises OSError."""
+    sha256 = hashlib.sha256()
+    for shard in gguf_shards(path):
+        with open_regular(shard) as (file, size):
+            sha256.update(size.to_bytes(8, "little"))
+            for sample in range(_SAMPLES):  # tuning may leave any of the layers unchanged
+                file.seek(size * sample // _SAMPLES)
+                sha256.update(file.read(_SAMPLE_BYTES))
+    return sha256.hexdigest()
 
 
 def _entries(data: mmap.mmap, path: Path) -> Iterator[tuple[str, Any]]:

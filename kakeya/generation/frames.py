@@ -44,6 +44,8 @@ class Usage:
     """Cost of a generation; counts are tokens unless said.
 
     `forwards` are those of decoding, plain steps and blocks; prefill is not among them.
+    `mixed_numerics`: nodes of unlike arithmetic computed parts of it, so that an undisturbed answer
+    might have other tokens.
     """
 
     prefill_s: float = 0.0
@@ -54,6 +56,7 @@ class Usage:
     verified: int = 0
     accepted: int = 0
     sources: tuple[SourceUsage, ...] = ()
+    mixed_numerics: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

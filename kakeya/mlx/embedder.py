@@ -21,7 +21,7 @@ from kakeya.generation.facts import ModelFacts
 from kakeya.generation.progress import LoadPhase
 from kakeya.mlx.device import ends_with_device, forbid_wired_limit, working_set_bytes
 from kakeya.mlx.encoder import EncoderConfig, EncoderNetwork, read_config, renamed
-from kakeya.mlx.loader import WeightReading, resolve_folder
+from kakeya.mlx.loader import WeightReading, resolve_folder, weights_fingerprint
 from kakeya.mlx.numerics.blas import is_openblas, threads_for, use_threads
 from kakeya.mlx.numerics.openblas import suit
 
@@ -69,6 +69,7 @@ class MlxEncoder:
             eos_token_ids=(),
             dtype=str(self._network.words.weight.dtype).removeprefix("mlx.core."),
             weight_bytes=sum(value.nbytes for value in parameters),
+            base_fingerprint=weights_fingerprint(folder),
             mlx_version=version("mlx"),
             device="cpu" if is_cpu else "gpu",
             blas_accelerated=blas_accelerated,

@@ -178,7 +178,7 @@ def load(
         angles=angles,
         layout=layout,
         adapters=AdapterSlots(
-            network, count=adapter_slots, max_rank=adapter_rank, base=_fingerprint(folder)
+            network, count=adapter_slots, max_rank=adapter_rank, base=weights_fingerprint(folder)
         )
         if adapter_slots > 0
         else None,
@@ -229,8 +229,8 @@ def read_network(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     return network, config
 
 
-def _fingerprint(folder: Path) -> str:
-    """The name of the weights for adapters; "" where the folder holds them in another way."""
+def weights_fingerprint(folder: Path) -> str:
+    """The name of the weights; "" where the folder holds them in another way."""
     try:
         return base_fingerprint(folder)
     except InvalidArgument:

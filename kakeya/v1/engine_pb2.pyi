@@ -847,6 +847,7 @@ class DecodeDone(_message.Message):
     VERIFIED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    MIXED_NUMERICS_FIELD_NUMBER: _builtins.int
     reason: Global___DecodeDone.Reason.ValueType
     prefill_seconds: _builtins.float
     total_seconds: _builtins.float
@@ -855,6 +856,8 @@ class DecodeDone(_message.Message):
     drafted: _builtins.int
     verified: _builtins.int
     accepted: _builtins.int
+    mixed_numerics: _builtins.bool
+    """Set between nodes: parts of it were computed with unlike arithmetic."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStats]: ...
     def __init__(
@@ -869,10 +872,11 @@ class DecodeDone(_message.Message):
         verified: _builtins.int = ...,
         accepted: _builtins.int = ...,
         sources: _abc.Iterable[Global___SourceStats] | None = ...,
+        mixed_numerics: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "drafted", b"drafted", "forwards", b"forwards", "prefill_seconds", b"prefill_seconds", "reason", b"reason", "sources", b"sources", "total_seconds", b"total_seconds", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cached_tokens", b"cached_tokens", "drafted", b"drafted", "forwards", b"forwards", "mixed_numerics", b"mixed_numerics", "prefill_seconds", b"prefill_seconds", "reason", b"reason", "sources", b"sources", "total_seconds", b"total_seconds", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -330,6 +330,13 @@ class RoutedDecodeResponse(_message.Message):
 
     FRAMES_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    weights: _builtins.str
+    """With the first frames, as in a quote: what computes this answer. A model that was not loaded
+    when its node quoted has them only now.
+    """
+    numerics: _builtins.str
     @_builtins.property
     def frames(self) -> _engine_pb2.DecodeResponse:
         """Progress, tokens, the end."""
@@ -343,10 +350,12 @@ class RoutedDecodeResponse(_message.Message):
         *,
         frames: _engine_pb2.DecodeResponse | None = ...,
         wait: Global___RoutedWait | None = ...,
+        weights: _builtins.str = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "numerics", b"numerics", "wait", b"wait", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,16 +510,20 @@ class EmbedTextsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESPONSE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    weights: _builtins.str
+    """As in a quote: vectors of other weights are not to be compared with these."""
     @_builtins.property
     def response(self) -> _engine_pb2.EmbedResponse: ...
     def __init__(
         self,
         *,
         response: _engine_pb2.EmbedResponse | None = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

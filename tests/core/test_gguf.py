@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.core.gguf import gguf_files, gguf_shards, read_gguf
+from kakeya.core.gguf import gguf_files, gguf_fingerprint, gguf_shards, read_gguf
 from tests.gguf_files import gguf_bytes, tiny_meta, write_gguf
 
 texts = st.text(max_size=20)
@@ -23,6 +23,19 @@ values = st.one_of(
     st.lists(texts, max_size=5),
     st.lists(whole, max_size=5),
 )
+
+
+def test_other_weights_of_the_same_size_have_another_name(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_meta())
+    path.write_bytes(path.read_bytes() + bytes(100_000))
+    name = gguf_fingerprint(path)
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(path.read_bytes())
+    assert gguf_fingerprint(copy) == name
+    tuned = bytearray(path.read_bytes())
+    tuned[-50_000:] = b"\1" * 50_000
+    copy.write_bytes(tuned)
+    assert gguf_fingerprint(copy) != name
 
 
 @pytest.mark.law

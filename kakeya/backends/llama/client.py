@@ -32,7 +32,7 @@ from kakeya.core.errors import (
     PeerUnavailable,
     UnknownMethod,
 )
-from kakeya.core.gguf import gguf_shards, read_gguf
+from kakeya.core.gguf import gguf_fingerprint, gguf_shards, read_gguf
 from kakeya.core.process import resident_bytes
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
@@ -353,6 +353,7 @@ class LlamaClient:
             longest_tokens=context,
             eos_token_ids=tuple(end_ids(meta)),
             quantization=_FILE_TYPES.get(meta.get("general.file_type", -1), ""),
+            base_fingerprint=gguf_fingerprint(path),
             weight_bytes=sum(shard.stat().st_size for shard in gguf_shards(path)),
             kv_bytes_per_token=kv_bytes_per_token(gguf_metadata(path)),
             load_s=self._mono() - self._began_mono,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import grpc.aio
 
 from kakeya.core.errors import PeerProtocol, PeerUnavailable
 from kakeya.core.units import pack_ids
-from kakeya.dispatch.peers.quote import Quote
+from kakeya.dispatch.peers.quote import AnswerOrigin, Quote
 from kakeya.dispatch.peers.wire import manifest_from_wire, quote_from_wire, wait_from_wire
 from kakeya.generation.cuts import unmarked
 from kakeya.generation.engine_wire import facts_from_wire, frames_from_wire, job_to_wire
@@ -97,9 +97,16 @@ class PeerCalls:
                 yield part.name, part.data
 
     async def decode(
-        self, model_id: str, client: str, request: DecodeRequest, draft_policy: str
+        self,
+        model_id: str,
+        client: str,
+        request: DecodeRequest,
+        draft_policy: str,
+        *,
+        begun: Callable[[AnswerOrigin], None] = lambda _: None,
     ) -> AsyncGenerator[Frame, None]:
-        """Stream the frames of a generation. Closing the iterator cancels it on the peer.
+        """Stream the frames of a generation. Closing the iterator cancels it on the peer. `begun`
+        is told what computes it, before the first frame; an older node does not say it.
 
         Raises PeerUnavailable for a peer that is lost or silent, the errors with which the peer
         refuses, and PeerProtocol for a stream without an end.
@@ -122,6 +129,8 @@ class PeerCalls:
                 if not answer.HasField("frames"):
                     told = wait_from_wire(answer.wait, model_id)
                     continue
+                if answer.weights or answer.numerics:
+                    begun(AnswerOrigin(weights=answer.weights, numerics=answer.numerics))
                 for frame in frames_from_wire(answer.frames):
                     if isinstance(frame, Tokens | Progress | Done):
                         told = None
@@ -172,10 +181,13 @@ class PeerCalls:
         with calling(self._name):
             await self._stub.WarmTurn(request, timeout=_SHORT_S)
 
-    async def embed(self, model_id: str, texts: Sequence[Sequence[int]], size: int) -> bytes:
-        """The vectors of texts, as `EmbeddingModel.embed`. Raises the peer's errors."""
+    async def embed(
+        self, model_id: str, texts: Sequence[Sequence[int]], size: int
+    ) -> tuple[bytes, str]:
+        """The vectors of texts, as `EmbeddingModel.embed`, and the digest of the weights that made
+        them, "" = not known. Raises the peer's errors."""
         asked = engine_pb2.EmbedRequest(token_ids_le32=map(pack_ids, texts), size=size)
         request = pb.EmbedTextsRequest(model_id=model_id, request=asked)
         with calling(self._name):
             reply = await self._stub.EmbedTexts(request, timeout=_EMBED_S)
-        return reply.response.vectors_le_f32
+        return reply.response.vectors_le_f32, reply.weights

@@ -51,13 +51,21 @@ class OwnModels(ModelDirectory, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOrigin:
+    """What the tokens of an answer come from: digests of the weights and of the arithmetic. Where
+    both are equal, so are the tokens of a generation; "" = not known."""
+
+    weights: str = ""
+    numerics: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quote:
     """See the module. Speeds are tokens per second, 0 = not measured.
 
     `load_s` is 0 for a model in memory, None = not known. A prompt is computed in pieces of
     `piece_tokens`, 0 = as a whole. `cached_tokens` are leading ones of the history whose KV is
-    there. `weights` and `numerics` are digests: where both are equal, so are the tokens of a
-    generation; "" = not known.
+    there.
     """
 
     is_ready: bool
@@ -70,8 +78,7 @@ class Quote:
     cached_tokens: int = 0
     alike: PromptsAlike = field(default_factory=PromptsAlike)
     refusal: str = ""
-    weights: str = ""
-    numerics: str = ""
+    origin: AnswerOrigin = field(default_factory=AnswerOrigin)
 
 
 def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) -> Quote:
@@ -90,20 +97,20 @@ def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) 
         cached_tokens=model.held_tokens(token_ids, cuts),
         alike=model.alike(token_ids),
         refusal=model.refusal,
-        weights=weights_of(facts),
-        numerics=numerics_of(facts),
+        origin=origin_of(facts),
     )
 
 
-def weights_of(facts: ModelFacts) -> str:
-    """Names the weights of a model, on any node, and the tokens that its ids stand for."""
-    made_of = facts.base_fingerprint or f"{facts.quantization} {facts.weight_bytes}"
-    return _digest(made_of, facts.vocabulary_digest)
-
-
-def numerics_of(facts: ModelFacts) -> str:
-    """Names the arithmetic that its tokens come from."""
-    return _digest(facts.kv_exactness, facts.mlx_version)
+def origin_of(facts: ModelFacts | None) -> AnswerOrigin:
+    """What a model's tokens come from: equal weights on any node have one digest, with the
+    vocabulary of which the ids are; None = the model was never loaded."""
+    if facts is None:
+        return AnswerOrigin()
+    made_of = facts.base_fingerprint
+    return AnswerOrigin(
+        weights=_digest(made_of, facts.vocabulary_digest) if made_of else "",
+        numerics=_digest(facts.kv_exactness, facts.mlx_version),
+    )
 
 
 def _digest(*parts: str) -> str:

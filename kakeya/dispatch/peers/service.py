@@ -16,7 +16,7 @@ import grpc.aio
 
 from kakeya.core.errors import Refused
 from kakeya.dispatch.clients import Clients
-from kakeya.dispatch.peers.quote import OwnModels, QuotedModel, quote_of
+from kakeya.dispatch.peers.quote import OwnModels, QuotedModel, origin_of, quote_of
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.dispatch.peers.wire import manifest_to_wire, quote_to_wire, wait_to_wire
 from kakeya.generation.cuts import marked
@@ -122,10 +122,12 @@ class ServingService(ServingServiceServicer):
                             told = wait_to_wire(wait.ask())
                             await context.write(pb.RoutedDecodeResponse(wait=told))
                             continue
+                        answer = pb.RoutedDecodeResponse(frames=frames_to_wire([frame]))
                         if not use.has_begun:
                             use.begin()
-                        wire = frames_to_wire([frame])
-                        await context.write(pb.RoutedDecodeResponse(frames=wire))
+                            origin = origin_of(model.facts)
+                            answer.weights, answer.numerics = origin.weights, origin.numerics
+                        await context.write(answer)
 
     async def ReleaseKv(
         self, request: pb.ReleaseKvRequest, context: Context
@@ -169,7 +171,8 @@ class ServingService(ServingServiceServicer):
             ]
             vectors = await model.embed(texts, size=request.request.size)
             response = engine_pb2.EmbedResponse(vectors_le_f32=vectors)
-            return pb.EmbedTextsResponse(response=response)
+            weights = origin_of(model.facts).weights
+            return pb.EmbedTextsResponse(response=response, weights=weights)
         raise AssertionError("abort returned")
 
     def _refuse_new(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kakeya.dispatch.peers.quote import Quote
+from kakeya.dispatch.peers.quote import AnswerOrigin, Quote
 from kakeya.generation.facts import PromptsAlike, RequestLoad
 from kakeya.generation.manifest import GivenTemplate, Manifest, Thinking
 from kakeya.generation.waiting import RequestWait, WaitReason
@@ -31,8 +31,8 @@ def quote_to_wire(quote: Quote) -> pb.QuoteResponse:
         alike_requests=quote.alike.requests,
         coming_tokens=quote.alike.tokens,
         refusal=quote.refusal,
-        weights=quote.weights,
-        numerics=quote.numerics,
+        weights=quote.origin.weights,
+        numerics=quote.origin.numerics,
     )
 
 
@@ -55,8 +55,7 @@ def quote_from_wire(message: pb.QuoteResponse) -> Quote:
         cached_tokens=message.cached_tokens,
         alike=PromptsAlike(requests=message.alike_requests, tokens=message.coming_tokens),
         refusal=message.refusal,
-        weights=message.weights,
-        numerics=message.numerics,
+        origin=AnswerOrigin(weights=message.weights, numerics=message.numerics),
     )
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kakeya.core.errors import KakeyaError
@@ -144,7 +145,7 @@ class RoutedModel:
                             self._history.ledger.first_token(key, clock.mono())
                             route.began_at(decision.node_id)
                         if taken is not None:
-                            yield taken
+                            yield _told(taken, route)
                         if isinstance(taken, Done):
                             return
             except ELSEWHERE as failure:
@@ -163,7 +164,7 @@ class RoutedModel:
                 self._history.ledger.end(key, clock.mono())
             most = sys.maxsize if facts is None else facts.context_tokens
             if (done := job.finish(most, clock.mono())) is not None:
-                yield done
+                yield _told(done, route)
                 return
 
     async def release(self, kv_key: str) -> None:
@@ -201,4 +202,13 @@ class RoutedModel:
         peer = route.peer(node_id)
         policy = "auto" if rest.draft_sources else "off"
         asked = replace(rest, draft_sources=(), kv_key=self._peers.abroad(rest.kv_key))
-        return self._peers.calls(peer).decode(self._model_id, self._client, asked, policy)
+        return self._peers.calls(peer).decode(
+            self._model_id, self._client, asked, policy, begun=partial(route.told_origin, node_id)
+        )
+
+
+def _told(frame: Frame, route: RequestRoute) -> Frame:
+    """The last frame says whether nodes of unlike arithmetic computed the answer."""
+    if not isinstance(frame, Done) or not route.has_mixed_numerics:
+        return frame
+    return replace(frame, usage=replace(frame.usage, mixed_numerics=True))

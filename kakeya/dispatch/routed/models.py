@@ -10,7 +10,7 @@ import contextlib
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel
-from kakeya.dispatch.routed.embedder import RoutedEmbedder
+from kakeya.dispatch.routed.embedder import RoutedEmbedder, VectorWeights
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.fleet.cards.cards import CardRole
@@ -30,6 +30,7 @@ class RoutedModels(ModelDirectory):
         self._draining = ""
         self._peers = peers
         self._history = history
+        self._vectors = VectorWeights(history.clock)
 
     def drain(self, reason: str) -> None:
         """Begin nothing with the own models from now on: peers are asked for all."""
@@ -75,7 +76,7 @@ class RoutedModels(ModelDirectory):
         with contextlib.suppress(NotFound):
             return self._own.embedder(model_id)
         if self._peers.offering(model_id, CardRole.EMBEDDER):
-            return RoutedEmbedder(model_id, self._peers)
+            return RoutedEmbedder(model_id, self._peers, self._vectors)
         return self._own.embedder(model_id)
 
     def embedders(self) -> tuple[EmbeddingModel, ...]:
@@ -84,7 +85,7 @@ class RoutedModels(ModelDirectory):
         known = {model.model_id for model in own}
         offered = self._peers.offering(role=CardRole.EMBEDDER)
         others = sorted({str(peer.offered.model_id) for peer in offered} - known)
-        return (*own, *(RoutedEmbedder(name, self._peers) for name in others))
+        return (*own, *(RoutedEmbedder(name, self._peers, self._vectors) for name in others))
 
     def image_model(self, model_id: str) -> ImageModel:
         """An image model of this node."""

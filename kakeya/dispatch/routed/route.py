@@ -3,6 +3,7 @@ of a node another one, for the tokens that are left."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -11,13 +12,21 @@ from kakeya.core.errors import (
     Conflict,
     KakeyaError,
     LoadFailed,
+    ModelLoading,
     NotFound,
     PeerError,
+    PeerUnavailable,
     Refused,
 )
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.peers.neighbours import LATE, MOST_QUOTED, ServingPeer, ServingPeers
-from kakeya.dispatch.peers.quote import Quote, QuotedModel, quote_of
+from kakeya.dispatch.peers.quote import (
+    AnswerOrigin,
+    Quote,
+    QuotedModel,
+    origin_of,
+    quote_of,
+)
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routing.candidate import (
     UNKNOWN_OUTPUT_TOKENS,
@@ -31,9 +40,9 @@ from kakeya.dispatch.routing.decision import NoRoute, RouteDecision, choose
 from kakeya.fleet.cards.cards import CardRole, OfferedModel
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import ModelFacts, ModelState
-from kakeya.generation.request import DecodeRequest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 
-ELSEWHERE = (PeerError, Refused, Conflict, LoadFailed, NotFound)
+ELSEWHERE = (PeerError, Refused, Conflict, LoadFailed, ModelLoading, NotFound)
 """Failures of one node that say nothing of another."""
 RESUME_S = 30.0
 """How long a request that lost its node, or whose answer has begun, waits for one to go on."""
@@ -99,22 +108,43 @@ class RequestRoute:
         self._since_mono: float | None = None
         """Since when no node can be found; None = one took the request since."""
         self._last: KakeyaError | None = None
-        self._weights = ""
+        self._origins: dict[str, AnswerOrigin] = {}
+        """What computes the answer, by node that said it with its first token."""
+        self._began_at = ""
+        self._origin: AnswerOrigin | None = None
+        """What computed the first token; None = there is none yet."""
+        self.has_mixed_numerics = False
+        """Whether parts of the answer were computed with unlike arithmetic."""
 
     def peer(self, node_id: str) -> ServingPeer:
         """A node of the last decision."""
         return self._live[node_id]
 
+    def told_origin(self, node_id: str, origin: AnswerOrigin) -> None:
+        """Note what a node says of what computes the answer there."""
+        self._origins[node_id] = origin
+
     def began_at(self, node_id: str) -> None:
         """Note that tokens come from a node: others have to have its weights to go on."""
         self._losses, self._since_mono = 0, None
-        quote = self._quotes.get(node_id)
-        self._weights = self._weights or (quote.weights if quote is not None else "")
+        if node_id == self._began_at:
+            return
+        self._began_at = node_id
+        origin = self._origins.get(node_id, AnswerOrigin())
+        if node_id == self._peers.own_id and self._own is not None:
+            origin = origin_of(self._own.facts)
+        elif origin == AnswerOrigin() and (quote := self._quotes.get(node_id)) is not None:
+            origin = quote.origin
+        if self._origin is None:
+            self._origin = origin
+        elif not origin.numerics or origin.numerics != self._origin.numerics:
+            self.has_mixed_numerics = True
 
     def lost(self, node_id: str, failure: KakeyaError) -> None:
         """Note that a node did not finish the request."""
         self._lost[node_id] = failure.message
         self._lost_last = node_id
+        self._began_at = ""
         if node_id not in self._unsure:
             self._losses, self._since_mono = self._losses + 1, None
         self._last = failure
@@ -126,6 +156,12 @@ class RequestRoute:
         none can serve it."""
         if self._last is not None and self._losses >= _MOST_LOSSES:
             raise self._last
+        if self._last is not None and self._origin is not None and not self._origin.weights:
+            raise PeerUnavailable(
+                f"{self._model_id}: the node that answered was lost, and no other is known to have "
+                f"its weights: {self._last.message}",
+                retry_after_s=1.0,
+            )
         now = self._clock.mono()
         if self._since_mono is None:
             self._since_mono = now
@@ -139,17 +175,33 @@ class RequestRoute:
                 failure = self._last or none
                 # A refusal may be over when nodes were lost meanwhile: all are tried again.
                 self._lost.clear()
-                if self._clock.mono() >= until_mono:
+                pause_s = RETRY_S
+                if isinstance(failure, ModelLoading):  # the load goes on there
+                    pause_s = max(RETRY_S, failure.retry_after_s or 0.0)
+                if self._clock.mono() + pause_s - RETRY_S >= until_mono:
                     raise failure from None
-                await self._clock.sleep(RETRY_S)
+                if job.has_begun:
+                    await self._learn_weights(rest.priority, until_mono)
+                await self._clock.sleep(pause_s)
                 continue
             if self._lost_last not in ("", decision.node_id):
                 self._history.note_move()
             return decision, told
 
+    async def _learn_weights(self, priority: GenerationPriority, until_mono: float) -> None:
+        """Have a node load the model that never did: before that its weights have no digest."""
+        for node_id, quote in self._quotes.items():
+            peer, left_s = self._live.get(node_id), until_mono - self._clock.mono()
+            if peer is None or quote.origin.weights or quote.refusal or left_s <= 0:
+                continue
+            with contextlib.suppress(KakeyaError):
+                calls = self._peers.calls(peer)
+                await calls.describe(self._model_id, self._client, left_s, priority)
+                return
+
     def _patience_s(self, job: Continuation, rest: DecodeRequest) -> float:
         """How long to wait for a node, at most until the request's deadline."""
-        if not (job.has_begun or isinstance(self._last, PeerError)):
+        if not (job.has_begun or isinstance(self._last, PeerError | ModelLoading)):
             return 0.0
         return RESUME_S if rest.deadline_s is None else min(RESUME_S, rest.deadline_s)
 
@@ -211,7 +263,7 @@ class RequestRoute:
             return RouteCandidate(node_id=node_id, unfit=quote)
         self._quotes[node_id] = quote
         unfit = quote.refusal
-        if self._weights and quote.weights != self._weights:
+        if self._origin is not None and quote.origin.weights != self._origin.weights:
             unfit = "its weights are not those that began the answer"
         load = quote.load
         return RouteCandidate(

@@ -279,6 +279,7 @@ def account(usage: Usage) -> dict[str, object]:
         "verified": usage.verified,
         "accepted": usage.accepted,
         "sources": [_source(source) for source in usage.sources],
+        **({"mixed_numerics": True} if usage.mixed_numerics else {}),
     }
 
 

@@ -28,6 +28,7 @@ from kakeya.core.errors import (
 )
 from kakeya.dispatch.peers import client, service
 from kakeya.dispatch.peers.client import PeerCalls
+from kakeya.dispatch.peers.quote import AnswerOrigin, origin_of
 from kakeya.generation.cuts import marked
 from kakeya.generation.facts import ModelState, RequestLoad
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens
@@ -359,6 +360,16 @@ async def test_an_older_node_knows_no_method() -> None:
         await server.stop(None)
 
 
+async def test_the_first_frames_say_what_computes_them(node: ServingNode, model: QuotedToy) -> None:
+    told: list[AnswerOrigin] = []
+    frames = node.calls.decode("toy", "", asked(), "auto", begun=told.append)
+    _ = [frame async for frame in frames]
+    assert told == [origin_of(model.facts)]
+    assert told[0].weights
+    model.facts = facts_of(base_fingerprint="")
+    assert origin_of(model.facts).weights == "", "sizes alone name no weights"
+
+
 # --- the other calls
 
 
@@ -377,14 +388,14 @@ async def test_a_quote_tells_how_a_request_would_be_served(
     quote = await node.calls.quote("toy", "", PROMPT, (1,), 5.0)
     assert (quote.is_ready, quote.load, quote.cached_tokens) == (True, model.load, 2)
     assert (quote.prefill_tokens_per_s, quote.tokens_per_s) == (1000.0, 100.0)
-    assert quote.weights
-    assert quote.numerics
+    assert quote.origin.weights
+    assert quote.origin.numerics
     model.state, model.load_s, model.refusal = ModelState.UNLOADED, None, "no room"
     quote = await node.calls.quote("toy", "", PROMPT, (), 5.0)
     assert (quote.is_ready, quote.load_s, quote.refusal) == (False, None, "no room")
     model.facts = None
     quote = await node.calls.quote("toy", "", PROMPT, (), 5.0)
-    assert (quote.is_ready, quote.weights) == (False, "")
+    assert (quote.is_ready, quote.origin.weights) == (False, "")
     assert model.loads == []
     with pytest.raises(InvalidArgument, match="makes vectors"):
         await node.calls.quote("encoder", "", PROMPT, (), 5.0)
@@ -436,7 +447,8 @@ async def test_a_turn_is_warmed_under_the_claim_of_its_conversation(node: Servin
 
 
 async def test_vectors_come_from_an_encoder(node: ServingNode) -> None:
-    assert await node.calls.embed("encoder", [[1, 2], [3]], 8) == bytes([2, 1])
+    vectors, weights = await node.calls.embed("encoder", [[1, 2], [3]], 8)
+    assert (vectors, weights) == (bytes([2, 1]), origin_of(facts_of()).weights)
     assert node.models.encoders[0].asked == [([[1, 2], [3]], 8)]
     node.models.encoders[0].fails = errors.QueueFull("too many wait", retry_after_s=2.0)
     with pytest.raises(errors.QueueFull) as caught:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.dispatch.peers import wire
-from kakeya.dispatch.peers.quote import Quote
+from kakeya.dispatch.peers.quote import AnswerOrigin, Quote
 from kakeya.generation.facts import PromptsAlike, RequestLoad
 from kakeya.generation.manifest import NO_MANIFEST, GivenTemplate, Manifest
 from kakeya.generation.waiting import RequestWait, WaitReason
@@ -23,6 +23,7 @@ QUOTES = drawn(
     batch_rows=st.integers(1, 64),
     load=drawn(RequestLoad),
     alike=drawn(PromptsAlike),
+    origin=drawn(AnswerOrigin),
 )
 MANIFESTS = st.builds(
     Manifest,

@@ -12,7 +12,7 @@ from kakeya.core.errors import (
     PeerUnavailable,
     QueueFull,
 )
-from kakeya.dispatch.routed.embedder import RoutedEmbedder
+from kakeya.dispatch.routed.embedder import KEPT_S, RoutedEmbedder, VectorWeights
 from kakeya.generation.facts import ModelState
 from kakeya.generation.manifest import NO_MANIFEST
 from tests.dispatch.peers.world import ToyEncoder, facts_of
@@ -26,7 +26,12 @@ class World(Shelf):
         super().__init__(())
         for name in ("left", "right"):
             self.fleet.nodes[name] = ToyNode(name, ToyEncoder("e"))
-        self.embedder = RoutedEmbedder("e", self.fleet)  # type: ignore[arg-type]
+        self.weights = VectorWeights(self.clock)
+        self.embedder = self.another()
+
+    def another(self) -> RoutedEmbedder:
+        """As each request has its own."""
+        return RoutedEmbedder("e", self.fleet, self.weights)  # type: ignore[arg-type]
 
     def encoder(self, name: str) -> ToyEncoder:
         model = self.node(name).model
@@ -75,6 +80,38 @@ async def test_an_encoder_with_other_words_gets_no_texts(world: World) -> None:
     with pytest.raises(PeerUnavailable, match="lost"):
         await world.embedder.embed([[1]])
     assert world.encoder("right").asked == []
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["other weights", "an older node"])
+async def test_vectors_of_one_name_come_from_one_state_of_weights(
+    world: World, is_old: bool
+) -> None:
+    """Two nodes have unlike encoders by one name."""
+    if is_old:
+        world.node("right").is_old = True
+    else:
+        world.told("right", base_fingerprint="others")
+    assert await world.embedder.embed([[1, 2]]) == bytes([2])
+    world.encoder("left").fails = PeerUnavailable("left is lost")
+    with pytest.raises(PeerUnavailable, match="left is lost"):
+        await world.another().embed([[1, 2]])
+    world.node("left").away_until_mono = world.clock.mono() + 60
+    for _ in range(2):
+        with pytest.raises(PeerUnavailable, match="right has other weights by the name e"):
+            await world.another().embed([[1, 2]])
+    assert len(world.encoder("right").asked) == 1, "it is not asked each time"
+    world.clock.advance(61)
+    world.encoder("left").fails = None
+    assert await world.another().embed([[1, 2]]) == bytes([2])
+    assert len(world.encoder("left").asked) == 3
+
+
+async def test_weights_that_no_node_has_any_more_are_given_up(world: World) -> None:
+    world.told("right", base_fingerprint="others")
+    await world.embedder.embed([[1, 2]])
+    world.node("left").away_until_mono = float("inf")
+    world.clock.advance(KEPT_S)
+    assert await world.another().embed([[1, 2]]) == bytes([2])
 
 
 async def test_without_a_peer_there_is_none(world: World) -> None:

@@ -17,6 +17,7 @@ from kakeya.core.errors import (
     InvalidArgument,
     KakeyaError,
     LoadFailed,
+    ModelLoading,
     NotFound,
     PeerProtocol,
     PeerUnavailable,
@@ -124,6 +125,41 @@ async def test_nothing_follows_a_stop_token_though_its_node_is_lost_before_the_e
 # --- which node may go on
 
 
+async def test_a_node_says_with_its_first_token_what_weights_it_loaded_for_the_request() -> None:
+    shelf = Shelf(("left", "right", "third"))
+    shelf.node("left").model.facts = None
+    shelf.told("right", base_fingerprint="others")
+    shelf.node("right").model.load_s = shelf.node("third").model.load_s = 60.0
+    shelf.lose(Loss(4, FOR_GOOD))
+    frames = await frames_of(shelf, asked())
+    assert ids(frames) == expected(PROMPT, 9)[0]
+    assert shelf.fleet.tries == ["left", "third"]
+
+
+async def test_a_node_that_never_loaded_the_model_loads_it_to_go_on() -> None:
+    shelf = Shelf()
+    shelf.node("right").model.facts = None
+    shelf.lose(Loss(4, FOR_GOOD))
+    frames = await frames_of(shelf, asked())
+    assert ids(frames) == expected(PROMPT, 9)[0]
+    assert shelf.fleet.tries == ["left", "right"]
+
+
+@pytest.mark.parametrize(("numerics", "is_mixed"), [("numerics", False), ("others", True)])
+async def test_the_last_frame_says_that_another_arithmetic_went_on(
+    numerics: str, is_mixed: bool
+) -> None:
+    shelf = Shelf()
+    shelf.told("right", kv_exactness=numerics)
+    shelf.lose(Loss(4, FOR_GOOD))
+    *_, done = await frames_of(shelf, asked())
+    assert isinstance(done, Done)
+    assert done.usage.mixed_numerics is is_mixed
+    undisturbed = await frames_of(shelf, asked())
+    assert isinstance(undisturbed[-1], Done)
+    assert not undisturbed[-1].usage.mixed_numerics
+
+
 async def test_the_next_node_gets_the_committed_tokens_and_the_same_seed() -> None:
     shelf = Shelf()
     shelf.lose(Loss(4, FOR_GOOD))
@@ -208,7 +244,7 @@ async def test_what_is_wrong_anywhere_ends_the_request_at_once(kind: type[Kakeya
     assert shelf.left_over() == 0
 
 
-@pytest.mark.parametrize("kind", [QueueFull, Conflict, LoadFailed, NotFound, NoRoute])
+@pytest.mark.parametrize("kind", [QueueFull, Conflict, LoadFailed, ModelLoading, NotFound, NoRoute])
 async def test_what_is_wrong_at_one_node_is_tried_at_the_next(kind: type[KakeyaError]) -> None:
     shelf = Shelf()
     failure = NoRoute([]) if kind is NoRoute else kind("wrong here")
@@ -268,6 +304,22 @@ async def test_a_refusal_is_not_waited_out_before_the_first_token() -> None:
     shelf.lose(Loss(BEFORE_ALL, 0.0, QueueFull("too many wait")))
     failure, _, took_s = await lost_with(shelf, asked())
     assert (type(failure), took_s) == (QueueFull, 0.0)
+
+
+async def test_a_load_that_goes_on_is_waited_for_where_no_other_node_has_the_model() -> None:
+    shelf = Shelf(["left"])
+    shelf.lose(Loss(BEFORE_ALL, 0.0, ModelLoading("it loads", retry_after_s=12.0)))
+    began_mono = shelf.clock.mono()
+    assert ids(await frames_of(shelf, asked(deadline_s=20.0))) == expected(PROMPT, 9)[0]
+    assert shelf.clock.mono() - began_mono == 12.0
+    assert shelf.fleet.tries == ["left", "left"]
+
+
+async def test_a_load_beyond_the_deadline_ends_the_request_at_once() -> None:
+    shelf = Shelf(["left"])
+    shelf.lose(Loss(BEFORE_ALL, 0.0, ModelLoading("it loads", retry_after_s=40.0)))
+    failure, _, took_s = await lost_with(shelf, asked(deadline_s=20.0))
+    assert (type(failure), failure.retry_after_s, took_s) == (ModelLoading, 40.0, 0.0)
 
 
 async def test_losses_in_a_row_end_a_request_and_a_token_between_them_does_not() -> None:

@@ -157,6 +157,25 @@ async def test_weights_are_those_of_the_first_node_with_a_token() -> None:
     assert dict(second.unfit)["right"] == "its weights are not those that began the answer"
 
 
+async def test_an_answer_of_unknown_weights_is_not_continued() -> None:
+    """Its node was not loaded when it quoted, and of an older build, which tells no more."""
+    shelf = Shelf()
+    left = shelf.node("left")
+    left.is_old, left.model.facts = True, None
+    shelf.node("right").model.load_s = 60.0
+    route, job = route_of(shelf), job_of()
+    first, _ = await route.decide(job)
+    assert first.node_id == "left"
+    job.take(Tokens(token_ids=(1,)), 1000.0)
+    route.began_at("left")
+    job.interrupt()
+    route.lost("left", PeerUnavailable("it is gone"))
+    began_mono = shelf.clock.mono()
+    with pytest.raises(PeerUnavailable, match=r"no other is known to have its weights.*it is gone"):
+        await route.decide(job)
+    assert shelf.clock.mono() == began_mono, "waiting would bring nothing"
+
+
 def test_only_so_many_conversations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     from kakeya.dispatch.routed import history
     from kakeya.dispatch.routing.candidate import RouteCandidate, RoutedRequest

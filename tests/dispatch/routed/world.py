@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from kakeya.core.errors import KakeyaError, NotFound, PeerUnavailable
 from kakeya.core.ids import ModelId
 from kakeya.dispatch.peers.client import PeerDescription
 from kakeya.dispatch.peers.neighbours import ServingPeer
-from kakeya.dispatch.peers.quote import Quote, quote_of
+from kakeya.dispatch.peers.quote import AnswerOrigin, Quote, origin_of, quote_of
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.dispatch.routing.candidate import RoutedRequest
@@ -52,6 +52,8 @@ class ToyNode:
     quoted: list[str] = field(default_factory=list)
     """The clients of the requests that it quoted for."""
     quote_fails: str = ""
+    is_old: bool = False
+    """It does not say what computes an answer."""
 
 
 class ToyFleet:
@@ -130,7 +132,7 @@ class ToyFleet:
     def known(self, model_id: str, role: CardRole = CardRole.VERIFIER) -> PeerDescription | None:
         for peer in self.offering(model_id, role):
             if peer.node_id in self.described:
-                return self._description(self.nodes[peer.node_id])
+                return self.description(self.nodes[peer.node_id])
         return None
 
     async def describe(
@@ -147,10 +149,10 @@ class ToyFleet:
             if node.model.fails is not None:
                 raise node.model.fails
             self.described.add(node.node_id)
-            return self._description(node)
+            return self.description(node)
         raise NotFound(f"model {model_id!r} is not served by the fleet now")
 
-    def _description(self, node: ToyNode) -> PeerDescription:
+    def description(self, node: ToyNode) -> PeerDescription:
         facts = node.model.facts or node.model.told
         return PeerDescription(facts=facts, manifest=node.model.manifest, text_digest="")
 
@@ -184,22 +186,39 @@ class ToyCalls:
     node: ToyNode
 
     async def decode(
-        self, model_id: str, client: str, request: DecodeRequest, draft_policy: str
+        self,
+        model_id: str,
+        client: str,
+        request: DecodeRequest,
+        draft_policy: str,
+        *,
+        begun: Callable[[AnswerOrigin], None],
     ) -> AsyncGenerator[Frame, None]:
         self.node.asked.append((model_id, client, request, draft_policy))
         frames = self.node.model.decode(request)
         async with aclosing(self.fleet.disturbed(self.node, frames)) as disturbed:
             async for frame in disturbed:
+                if not self.node.is_old:
+                    begun(origin_of(self.node.model.facts or self.node.model.told))
                 yield frame
+
+    async def describe(
+        self, model_id: str, client: str, wait_s: float, priority: GenerationPriority
+    ) -> PeerDescription:
+        await self.node.model.ready(wait_s, priority)
+        return self.fleet.description(self.node)
 
     async def release(self, model_id: str, client: str, kv_key: str) -> None:
         self.node.released.append((model_id, client, kv_key))
         if self.node.model.fails is not None:
             raise self.node.model.fails
 
-    async def embed(self, model_id: str, texts: Sequence[Sequence[int]], size: int) -> bytes:
+    async def embed(
+        self, model_id: str, texts: Sequence[Sequence[int]], size: int
+    ) -> tuple[bytes, str]:
         assert isinstance(self.node.model, ToyEncoder)
-        return await self.node.model.embed(texts, size=size)
+        vectors = await self.node.model.embed(texts, size=size)
+        return vectors, "" if self.node.is_old else origin_of(self.node.model.facts).weights
 
 
 @dataclass
