@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from kakeya.adapters.manager import AdapterManager, AdapterWish
 from kakeya.backends.resident import ResidentModel
+from kakeya.core.errors import NotFound
 from kakeya.generation.facts import (
     EngineStats,
     ModelFacts,
@@ -78,6 +80,13 @@ class AdaptedModel:
     def refusal(self) -> str:
         """Why a request would be refused now."""
         return self._base.refusal
+
+    @property
+    def adapter_digest(self) -> str:
+        """Of the version that is registered now; "" = it was removed."""
+        with contextlib.suppress(NotFound):
+            return self._adapters.find(self._wish.model_id, self._wish.client).digest
+        return ""
 
     def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
         """0: which version of the adapter a request gets is known when it begins."""

@@ -180,6 +180,11 @@ class ResidentModel(ModelLife):
             return ""
         return f"there is no room for {self.model_id} now"
 
+    @property
+    def adapter_digest(self) -> str:
+        """None: it has no adapter."""
+        return ""
+
     def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
         """How many leading tokens of a history have their KV in pages or on disk."""
         if self.prefixes is None:

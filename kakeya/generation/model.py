@@ -120,7 +120,7 @@ class ModelDirectory(Protocol):
         """
         ...
 
-    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+    async def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
         """The models with adapters that a client may name."""
         ...
 

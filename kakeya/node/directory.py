@@ -62,7 +62,7 @@ class VerifierDirectory:
             f"{_names(self._verifiers)}"
         )
 
-    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+    async def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
         """List the models with adapters that a client may use."""
         return tuple(
             AdaptedId(model_id=record.model_id, parent=record.base)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kakeya.v1 import engine_pb2 as kakeya_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kakeya/v1/serving.proto\x12\tkakeya.v1\x1a\x16kakeya/v1/engine.proto\"`\n\x14\x44\x65scribeModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x03 \x01(\x01\x12\x10\n\x08priority\x18\x04 \x01(\r\"\x85\x01\n\x15\x44\x65scribeModelResponse\x12*\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x1b.kakeya.v1.DescribeResponse\x12+\n\x08manifest\x18\x02 \x01(\x0b\x32\x19.kakeya.v1.ServedManifest\x12\x13\n\x0btext_digest\x18\x03 \x01(\t\"\xa4\x01\n\x0eServedManifest\x12\x10\n\x08template\x18\x01 \x01(\t\x12\x10\n\x08thinking\x18\x02 \x01(\t\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokens\"V\n\x0cQuoteRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x16\n\x0etoken_ids_le32\x18\x03 \x01(\x0c\x12\x0c\n\x04\x63uts\x18\x04 \x03(\r\"\x89\x03\n\rQuoteResponse\x12\x10\n\x08is_ready\x18\x01 \x01(\x08\x12\x14\n\x0cload_seconds\x18\x02 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x12\n\nbatch_rows\x18\x05 \x01(\r\x12\x15\n\ranswer_tokens\x18\x06 \x03(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x0f\n\x07refusal\x18\n \x01(\t\x12\x0f\n\x07weights\x18\x0b \x01(\t\x12\x10\n\x08numerics\x18\x0c \x01(\t\x12\x14\n\x0cpiece_tokens\x18\r \x01(\r\x12\x1a\n\x12prompts_per_second\x18\x0e \x01(\x01\x12\x12\n\nbusy_share\x18\x0f \x01(\x01\x12\x16\n\x0e\x61like_requests\x18\x10 \x01(\r\x12\x15\n\rcoming_tokens\x18\x11 \x01(\r\"8\n\x14ReadTextFilesRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"*\n\x0cTextFilePart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xa6\x01\n\x13RoutedDecodeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.kakeya.v1.DecodeRequest\x12\x14\n\x0c\x64raft_policy\x18\x03 \x01(\t\x12\x11\n\tretention\x18\x04 \x01(\r\x12\x19\n\x11stay_warm_seconds\x18\x05 \x01(\x01\x12\x0e\n\x06\x63lient\x18\x06 \x01(\t\"\x89\x01\n\x14RoutedDecodeResponse\x12)\n\x06\x66rames\x18\x01 \x01(\x0b\x32\x19.kakeya.v1.DecodeResponse\x12#\n\x04wait\x18\x02 \x01(\x0b\x32\x15.kakeya.v1.RoutedWait\x12\x0f\n\x07weights\x18\x03 \x01(\t\x12\x10\n\x08numerics\x18\x04 \x01(\t\"Q\n\nRoutedWait\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x10\n\x08progress\x18\x04 \x01(\t\"D\n\x10ReleaseKvRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06kv_key\x18\x02 \x01(\t\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\"\x13\n\x11ReleaseKvResponse\"|\n\x0fWarmTurnRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x0e\n\x06kv_key\x18\x03 \x01(\t\x12\x16\n\x0etoken_ids_le32\x18\x04 \x01(\x0c\x12\x0c\n\x04\x63uts\x18\x05 \x03(\r\x12\x11\n\tretention\x18\x06 \x01(\r\"\x12\n\x10WarmTurnResponse\"O\n\x11\x45mbedTextsRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.kakeya.v1.EmbedRequest\"Q\n\x12\x45mbedTextsResponse\x12*\n\x08response\x18\x01 \x01(\x0b\x32\x18.kakeya.v1.EmbedResponse\x12\x0f\n\x07weights\x18\x02 \x01(\t2\x92\x04\n\x0eServingService\x12R\n\rDescribeModel\x12\x1f.kakeya.v1.DescribeModelRequest\x1a .kakeya.v1.DescribeModelResponse\x12:\n\x05Quote\x12\x17.kakeya.v1.QuoteRequest\x1a\x18.kakeya.v1.QuoteResponse\x12K\n\rReadTextFiles\x12\x1f.kakeya.v1.ReadTextFilesRequest\x1a\x17.kakeya.v1.TextFilePart0\x01\x12K\n\x06\x44\x65\x63ode\x12\x1e.kakeya.v1.RoutedDecodeRequest\x1a\x1f.kakeya.v1.RoutedDecodeResponse0\x01\x12\x46\n\tReleaseKv\x12\x1b.kakeya.v1.ReleaseKvRequest\x1a\x1c.kakeya.v1.ReleaseKvResponse\x12\x43\n\x08WarmTurn\x12\x1a.kakeya.v1.WarmTurnRequest\x1a\x1b.kakeya.v1.WarmTurnResponse\x12I\n\nEmbedTexts\x12\x1c.kakeya.v1.EmbedTextsRequest\x1a\x1d.kakeya.v1.EmbedTextsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kakeya/v1/serving.proto\x12\tkakeya.v1\x1a\x16kakeya/v1/engine.proto\"`\n\x14\x44\x65scribeModelRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x03 \x01(\x01\x12\x10\n\x08priority\x18\x04 \x01(\r\"\x85\x01\n\x15\x44\x65scribeModelResponse\x12*\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x1b.kakeya.v1.DescribeResponse\x12+\n\x08manifest\x18\x02 \x01(\x0b\x32\x19.kakeya.v1.ServedManifest\x12\x13\n\x0btext_digest\x18\x03 \x01(\t\"\xa4\x01\n\x0eServedManifest\x12\x10\n\x08template\x18\x01 \x01(\t\x12\x10\n\x08thinking\x18\x02 \x01(\t\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokens\"V\n\x0cQuoteRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x16\n\x0etoken_ids_le32\x18\x03 \x01(\x0c\x12\x0c\n\x04\x63uts\x18\x04 \x03(\r\"\x89\x03\n\rQuoteResponse\x12\x10\n\x08is_ready\x18\x01 \x01(\x08\x12\x14\n\x0cload_seconds\x18\x02 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x12\n\nbatch_rows\x18\x05 \x01(\r\x12\x15\n\ranswer_tokens\x18\x06 \x03(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x0f\n\x07refusal\x18\n \x01(\t\x12\x0f\n\x07weights\x18\x0b \x01(\t\x12\x10\n\x08numerics\x18\x0c \x01(\t\x12\x14\n\x0cpiece_tokens\x18\r \x01(\r\x12\x1a\n\x12prompts_per_second\x18\x0e \x01(\x01\x12\x12\n\nbusy_share\x18\x0f \x01(\x01\x12\x16\n\x0e\x61like_requests\x18\x10 \x01(\r\x12\x15\n\rcoming_tokens\x18\x11 \x01(\r\"+\n\x19ListServedAdaptersRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\"H\n\x1aListServedAdaptersResponse\x12*\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x18.kakeya.v1.ServedAdapter\"1\n\rServedAdapter\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06parent\x18\x02 \x01(\t\"8\n\x14ReadTextFilesRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"*\n\x0cTextFilePart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xa6\x01\n\x13RoutedDecodeRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12)\n\x07request\x18\x02 \x01(\x0b\x32\x18.kakeya.v1.DecodeRequest\x12\x14\n\x0c\x64raft_policy\x18\x03 \x01(\t\x12\x11\n\tretention\x18\x04 \x01(\r\x12\x19\n\x11stay_warm_seconds\x18\x05 \x01(\x01\x12\x0e\n\x06\x63lient\x18\x06 \x01(\t\"\x89\x01\n\x14RoutedDecodeResponse\x12)\n\x06\x66rames\x18\x01 \x01(\x0b\x32\x19.kakeya.v1.DecodeResponse\x12#\n\x04wait\x18\x02 \x01(\x0b\x32\x15.kakeya.v1.RoutedWait\x12\x0f\n\x07weights\x18\x03 \x01(\t\x12\x10\n\x08numerics\x18\x04 \x01(\t\"Q\n\nRoutedWait\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x10\n\x08progress\x18\x04 \x01(\t\"D\n\x10ReleaseKvRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06kv_key\x18\x02 \x01(\t\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\"\x13\n\x11ReleaseKvResponse\"|\n\x0fWarmTurnRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x0e\n\x06kv_key\x18\x03 \x01(\t\x12\x16\n\x0etoken_ids_le32\x18\x04 \x01(\x0c\x12\x0c\n\x04\x63uts\x18\x05 \x03(\r\x12\x11\n\tretention\x18\x06 \x01(\r\"\x12\n\x10WarmTurnResponse\"O\n\x11\x45mbedTextsRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.kakeya.v1.EmbedRequest\"Q\n\x12\x45mbedTextsResponse\x12*\n\x08response\x18\x01 \x01(\x0b\x32\x18.kakeya.v1.EmbedResponse\x12\x0f\n\x07weights\x18\x02 \x01(\t2\xf5\x04\n\x0eServingService\x12R\n\rDescribeModel\x12\x1f.kakeya.v1.DescribeModelRequest\x1a .kakeya.v1.DescribeModelResponse\x12:\n\x05Quote\x12\x17.kakeya.v1.QuoteRequest\x1a\x18.kakeya.v1.QuoteResponse\x12\x61\n\x12ListServedAdapters\x12$.kakeya.v1.ListServedAdaptersRequest\x1a%.kakeya.v1.ListServedAdaptersResponse\x12K\n\rReadTextFiles\x12\x1f.kakeya.v1.ReadTextFilesRequest\x1a\x17.kakeya.v1.TextFilePart0\x01\x12K\n\x06\x44\x65\x63ode\x12\x1e.kakeya.v1.RoutedDecodeRequest\x1a\x1f.kakeya.v1.RoutedDecodeResponse0\x01\x12\x46\n\tReleaseKv\x12\x1b.kakeya.v1.ReleaseKvRequest\x1a\x1c.kakeya.v1.ReleaseKvResponse\x12\x43\n\x08WarmTurn\x12\x1a.kakeya.v1.WarmTurnRequest\x1a\x1b.kakeya.v1.WarmTurnResponse\x12I\n\nEmbedTexts\x12\x1c.kakeya.v1.EmbedTextsRequest\x1a\x1d.kakeya.v1.EmbedTextsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,28 +42,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUOTEREQUEST']._serialized_end=549
   _globals['_QUOTERESPONSE']._serialized_start=552
   _globals['_QUOTERESPONSE']._serialized_end=945
-  _globals['_READTEXTFILESREQUEST']._serialized_start=947
-  _globals['_READTEXTFILESREQUEST']._serialized_end=1003
-  _globals['_TEXTFILEPART']._serialized_start=1005
-  _globals['_TEXTFILEPART']._serialized_end=1047
-  _globals['_ROUTEDDECODEREQUEST']._serialized_start=1050
-  _globals['_ROUTEDDECODEREQUEST']._serialized_end=1216
-  _globals['_ROUTEDDECODERESPONSE']._serialized_start=1219
-  _globals['_ROUTEDDECODERESPONSE']._serialized_end=1356
-  _globals['_ROUTEDWAIT']._serialized_start=1358
-  _globals['_ROUTEDWAIT']._serialized_end=1439
-  _globals['_RELEASEKVREQUEST']._serialized_start=1441
-  _globals['_RELEASEKVREQUEST']._serialized_end=1509
-  _globals['_RELEASEKVRESPONSE']._serialized_start=1511
-  _globals['_RELEASEKVRESPONSE']._serialized_end=1530
-  _globals['_WARMTURNREQUEST']._serialized_start=1532
-  _globals['_WARMTURNREQUEST']._serialized_end=1656
-  _globals['_WARMTURNRESPONSE']._serialized_start=1658
-  _globals['_WARMTURNRESPONSE']._serialized_end=1676
-  _globals['_EMBEDTEXTSREQUEST']._serialized_start=1678
-  _globals['_EMBEDTEXTSREQUEST']._serialized_end=1757
-  _globals['_EMBEDTEXTSRESPONSE']._serialized_start=1759
-  _globals['_EMBEDTEXTSRESPONSE']._serialized_end=1840
-  _globals['_SERVINGSERVICE']._serialized_start=1843
-  _globals['_SERVINGSERVICE']._serialized_end=2373
+  _globals['_LISTSERVEDADAPTERSREQUEST']._serialized_start=947
+  _globals['_LISTSERVEDADAPTERSREQUEST']._serialized_end=990
+  _globals['_LISTSERVEDADAPTERSRESPONSE']._serialized_start=992
+  _globals['_LISTSERVEDADAPTERSRESPONSE']._serialized_end=1064
+  _globals['_SERVEDADAPTER']._serialized_start=1066
+  _globals['_SERVEDADAPTER']._serialized_end=1115
+  _globals['_READTEXTFILESREQUEST']._serialized_start=1117
+  _globals['_READTEXTFILESREQUEST']._serialized_end=1173
+  _globals['_TEXTFILEPART']._serialized_start=1175
+  _globals['_TEXTFILEPART']._serialized_end=1217
+  _globals['_ROUTEDDECODEREQUEST']._serialized_start=1220
+  _globals['_ROUTEDDECODEREQUEST']._serialized_end=1386
+  _globals['_ROUTEDDECODERESPONSE']._serialized_start=1389
+  _globals['_ROUTEDDECODERESPONSE']._serialized_end=1526
+  _globals['_ROUTEDWAIT']._serialized_start=1528
+  _globals['_ROUTEDWAIT']._serialized_end=1609
+  _globals['_RELEASEKVREQUEST']._serialized_start=1611
+  _globals['_RELEASEKVREQUEST']._serialized_end=1679
+  _globals['_RELEASEKVRESPONSE']._serialized_start=1681
+  _globals['_RELEASEKVRESPONSE']._serialized_end=1700
+  _globals['_WARMTURNREQUEST']._serialized_start=1702
+  _globals['_WARMTURNREQUEST']._serialized_end=1826
+  _globals['_WARMTURNRESPONSE']._serialized_start=1828
+  _globals['_WARMTURNRESPONSE']._serialized_end=1846
+  _globals['_EMBEDTEXTSREQUEST']._serialized_start=1848
+  _globals['_EMBEDTEXTSREQUEST']._serialized_end=1927
+  _globals['_EMBEDTEXTSRESPONSE']._serialized_start=1929
+  _globals['_EMBEDTEXTSRESPONSE']._serialized_end=2010
+  _globals['_SERVINGSERVICE']._serialized_start=2013
+  _globals['_SERVINGSERVICE']._serialized_end=2642
 # @@protoc_insertion_point(module_scope)

@@ -44,6 +44,11 @@ class ServingServiceStub:
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.QuoteRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_serving__pb2.QuoteResponse.FromString,
                 _registered_method=True)
+        self.ListServedAdapters = channel.unary_unary(
+                '/kakeya.v1.ServingService/ListServedAdapters',
+                request_serializer=kakeya_dot_v1_dot_serving__pb2.ListServedAdaptersRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_serving__pb2.ListServedAdaptersResponse.FromString,
+                _registered_method=True)
         self.ReadTextFiles = channel.unary_stream(
                 '/kakeya.v1.ServingService/ReadTextFiles',
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.ReadTextFilesRequest.SerializeToString,
@@ -84,6 +89,13 @@ class ServingServiceServicer:
 
     def Quote(self, request, context):
         """How a request would be served here at this moment. Nothing is loaded or reserved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListServedAdapters(self, request, context):
+        """The models with adapters, BASE:NAME, that a client may name here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +149,11 @@ def add_ServingServiceServicer_to_server(servicer, server):
                     servicer.Quote,
                     request_deserializer=kakeya_dot_v1_dot_serving__pb2.QuoteRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_serving__pb2.QuoteResponse.SerializeToString,
+            ),
+            'ListServedAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListServedAdapters,
+                    request_deserializer=kakeya_dot_v1_dot_serving__pb2.ListServedAdaptersRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_serving__pb2.ListServedAdaptersResponse.SerializeToString,
             ),
             'ReadTextFiles': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadTextFiles,
@@ -218,6 +235,33 @@ class ServingService:
             '/kakeya.v1.ServingService/Quote',
             kakeya_dot_v1_dot_serving__pb2.QuoteRequest.SerializeToString,
             kakeya_dot_v1_dot_serving__pb2.QuoteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListServedAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.ServingService/ListServedAdapters',
+            kakeya_dot_v1_dot_serving__pb2.ListServedAdaptersRequest.SerializeToString,
+            kakeya_dot_v1_dot_serving__pb2.ListServedAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class ServingServiceStub:
     """
     Quote: _grpc.UnaryUnaryMultiCallable[_serving_pb2.QuoteRequest, _serving_pb2.QuoteResponse]
     """How a request would be served here at this moment. Nothing is loaded or reserved."""
+    ListServedAdapters: _grpc.UnaryUnaryMultiCallable[_serving_pb2.ListServedAdaptersRequest, _serving_pb2.ListServedAdaptersResponse]
+    """The models with adapters, BASE:NAME, that a client may name here."""
     ReadTextFiles: _grpc.UnaryStreamMultiCallable[_serving_pb2.ReadTextFilesRequest, _serving_pb2.TextFilePart]
     """The files of a model from which its text is made: tokenizer, templates, configuration."""
     Decode: _grpc.UnaryStreamMultiCallable[_serving_pb2.RoutedDecodeRequest, _serving_pb2.RoutedDecodeResponse]
@@ -61,6 +63,8 @@ class ServingServiceAsyncStub(ServingServiceStub):
     """
     Quote: _aio.UnaryUnaryMultiCallable[_serving_pb2.QuoteRequest, _serving_pb2.QuoteResponse]  # type: ignore[assignment]
     """How a request would be served here at this moment. Nothing is loaded or reserved."""
+    ListServedAdapters: _aio.UnaryUnaryMultiCallable[_serving_pb2.ListServedAdaptersRequest, _serving_pb2.ListServedAdaptersResponse]  # type: ignore[assignment]
+    """The models with adapters, BASE:NAME, that a client may name here."""
     ReadTextFiles: _aio.UnaryStreamMultiCallable[_serving_pb2.ReadTextFilesRequest, _serving_pb2.TextFilePart]  # type: ignore[assignment]
     """The files of a model from which its text is made: tokenizer, templates, configuration."""
     Decode: _aio.UnaryStreamMultiCallable[_serving_pb2.RoutedDecodeRequest, _serving_pb2.RoutedDecodeResponse]  # type: ignore[assignment]
@@ -92,6 +96,14 @@ class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.QuoteResponse, _abc.Awaitable[_serving_pb2.QuoteResponse]]:
         """How a request would be served here at this moment. Nothing is loaded or reserved."""
+
+    @_abc_1.abstractmethod
+    def ListServedAdapters(
+        self,
+        request: _serving_pb2.ListServedAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.ListServedAdaptersResponse, _abc.Awaitable[_serving_pb2.ListServedAdaptersResponse]]:
+        """The models with adapters, BASE:NAME, that a client may name here."""
 
     @_abc_1.abstractmethod
     def ReadTextFiles(

@@ -309,7 +309,7 @@ class Directory:
     def verifiers(self) -> tuple[ToyModel, ...]:
         return self.models
 
-    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+    async def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
         return ()
 
 

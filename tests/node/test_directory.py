@@ -44,7 +44,7 @@ def model(model_id: str) -> FakeModel:
     return FakeModel(decode, model_id=model_id)
 
 
-def test_the_first_model_is_the_default_and_unknown_ones_hear_what_there_is() -> None:
+async def test_the_first_model_is_the_default_and_unknown_ones_hear_what_there_is() -> None:
     models = directory(model("a"), model("b"))
     assert models.get("").model_id == models.get("a").model_id == "a"
     assert [model.model_id for model in models.verifiers()] == ["a", "b"]
@@ -56,7 +56,7 @@ def test_the_first_model_is_the_default_and_unknown_ones_hear_what_there_is() ->
         models.get("a:b")
     with pytest.raises(NotFound, match="'c:b' is not served here; this node serves a, b"):
         models.get("c:b")
-    assert models.adapted() == ()
+    assert await models.adapted() == ()
 
 
 def test_a_model_of_the_other_kind_says_what_it_can_do_and_which_models_can() -> None:

@@ -178,7 +178,7 @@ class ToyDirectory:
     def verifiers(self) -> tuple[ServedModel, ...]:
         return self.models
 
-    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+    async def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
         return ()
 
 

@@ -20,6 +20,7 @@ from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Done, Frame, Progress, Tokens
 from kakeya.generation.kv import NO_KV
 from kakeya.generation.manifest import Manifest
+from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import RequestWait
@@ -88,6 +89,13 @@ class PeerCalls:
         )
         with calling(self._name):
             return quote_from_wire(await self._stub.Quote(request, timeout=timeout_s))
+
+    async def adapted(self, client: str, timeout_s: float) -> tuple[AdaptedId, ...]:
+        """The models with adapters that a client may name there. Raises the peer's errors."""
+        request = pb.ListServedAdaptersRequest(client=client)
+        with calling(self._name):
+            reply = await self._stub.ListServedAdapters(request, timeout=timeout_s)
+        return tuple(AdaptedId(model_id=one.model_id, parent=one.parent) for one in reply.adapters)
 
     async def text_files(self, model_id: str, client: str) -> AsyncIterator[tuple[str, bytes]]:
         """(name, data) of each part of the files of a model's text."""

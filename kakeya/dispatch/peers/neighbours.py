@@ -23,6 +23,7 @@ from kakeya.dispatch.peers.client import PeerCalls, PeerDescription
 from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, OfferedModel
+from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.peers.peers import Neighbourhood
@@ -130,6 +131,24 @@ class ServingPeers:
 
         answers = await asyncio.gather(*map(ask, peers))
         return dict(zip((peer.node_id for peer in peers), answers, strict=True))
+
+    async def adapted(self, client: str) -> tuple[AdaptedId, ...]:
+        """The models with adapters that a client may name at peers, by name. Of a peer that does
+        not answer in time, or is of an older build, none."""
+
+        async def ask(peer: ServingPeer) -> Sequence[AdaptedId]:
+            try:
+                return await self.calls(peer).adapted(client, QUOTE_S)
+            except UnknownMethod:
+                return ()
+            except KakeyaError as failure:
+                self.failed(peer, failure)
+                return ()
+
+        peers = {peer.node_id: peer for peer in self.offering() if not peer.is_suspect}
+        found = await asyncio.gather(*map(ask, peers.values()))
+        by_name = {one.model_id: one for answer in found for one in answer}
+        return tuple(by_name[name] for name in sorted(by_name))
 
     def abroad(self, kv_key: str) -> str:
         """The name at other nodes of a KV key of this node."""

@@ -29,6 +29,11 @@ class QuotedModel(ServedModel, Protocol):
         """Why a request would be refused now; "" = it would not."""
         ...
 
+    @property
+    def adapter_digest(self) -> str:
+        """Of the content of its adapter; "" = it has none."""
+        ...
+
     def held_tokens(self, token_ids: Sequence[int], cuts: Sequence[int]) -> int:
         """How many leading tokens of a history have their KV here."""
         ...
@@ -97,18 +102,19 @@ def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) 
         cached_tokens=model.held_tokens(token_ids, cuts),
         alike=model.alike(token_ids),
         refusal=model.refusal,
-        origin=origin_of(facts),
+        origin=origin_of(facts, model.adapter_digest),
     )
 
 
-def origin_of(facts: ModelFacts | None) -> AnswerOrigin:
+def origin_of(facts: ModelFacts | None, adapter_digest: str = "") -> AnswerOrigin:
     """What a model's tokens come from: equal weights on any node have one digest, with the
-    vocabulary of which the ids are; None = the model was never loaded."""
+    adapter, and the vocabulary of which the ids are; None = the model was never loaded."""
     if facts is None:
         return AnswerOrigin()
     made_of = facts.base_fingerprint
+    adapter = (adapter_digest,) if adapter_digest else ()
     return AnswerOrigin(
-        weights=_digest(made_of, facts.vocabulary_digest) if made_of else "",
+        weights=_digest(made_of, facts.vocabulary_digest, *adapter) if made_of else "",
         numerics=_digest(facts.kv_exactness, facts.mlx_version),
     )
 

@@ -94,6 +94,19 @@ class ServingService(ServingServiceServicer):
             return quote_to_wire(quote_of(model, ids, tuple(request.cuts)))
         raise AssertionError("abort returned")
 
+    async def ListServedAdapters(
+        self, request: pb.ListServedAdaptersRequest, context: Context
+    ) -> pb.ListServedAdaptersResponse:
+        """Tell the models with adapters that a client may name."""
+        async with errors_end(context):
+            found = [] if self._draining else await self._models.adapted(request.client)
+            return pb.ListServedAdaptersResponse(
+                adapters=[
+                    pb.ServedAdapter(model_id=one.model_id, parent=one.parent) for one in found
+                ]
+            )
+        raise AssertionError("abort returned")
+
     async def ReadTextFiles(  # type: ignore[override]
         self, request: pb.ReadTextFilesRequest, context: Context
     ) -> None:
@@ -125,7 +138,7 @@ class ServingService(ServingServiceServicer):
                         answer = pb.RoutedDecodeResponse(frames=frames_to_wire([frame]))
                         if not use.has_begun:
                             use.begin()
-                            origin = origin_of(model.facts)
+                            origin = origin_of(model.facts, model.adapter_digest)
                             answer.weights, answer.numerics = origin.weights, origin.numerics
                         await context.write(answer)
 

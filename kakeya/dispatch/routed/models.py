@@ -5,6 +5,7 @@ A name that only this node serves gives its own model as it is, so a node alone 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
@@ -59,9 +60,12 @@ class RoutedModels(ModelDirectory):
             raise refused or NotFound("no model is served")
         return RoutedModel(name, client, own, self._peers, self._history)
 
-    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
-        """Those of this node: peers check by themselves which client may name theirs."""
-        return self._own.adapted(client)
+    async def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+        """Those of this node, then those that only peers have, by name; a node tells those that
+        the client may name."""
+        own, theirs = await asyncio.gather(self._own.adapted(client), self._peers.adapted(client))
+        known = {one.model_id for one in own}
+        return (*own, *(one for one in theirs if one.model_id not in known))
 
     def verifiers(self) -> tuple[ServedModel, ...]:
         """The own models, the default first, then those that only peers have, by name."""

@@ -132,7 +132,7 @@ class RequestRoute:
         self._began_at = node_id
         origin = self._origins.get(node_id, AnswerOrigin())
         if node_id == self._peers.own_id and self._own is not None:
-            origin = origin_of(self._own.facts)
+            origin = origin_of(self._own.facts, self._own.adapter_digest)
         elif origin == AnswerOrigin() and (quote := self._quotes.get(node_id)) is not None:
             origin = quote.origin
         if self._origin is None:
@@ -265,6 +265,11 @@ class RequestRoute:
         unfit = quote.refusal
         if self._origin is not None and quote.origin.weights != self._origin.weights:
             unfit = "its weights are not those that began the answer"
+        own = self._own
+        if own is not None and own.adapter_digest:
+            ours = origin_of(own.facts, own.adapter_digest).weights
+            if ours and quote.origin.weights not in ("", ours):
+                unfit = "its adapter of this name, or the model, is another one"
         load = quote.load
         return RouteCandidate(
             node_id=node_id,

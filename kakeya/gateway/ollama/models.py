@@ -58,7 +58,7 @@ class OllamaModels:
         by_id = {one.model_id: one for one in self._directory.verifiers()}
         models += [
             self._tag(one.model_id, by_id[one.parent])
-            for one in self._directory.adapted(client_of(request.scope))
+            for one in await self._directory.adapted(client_of(request.scope))
             if one.parent in by_id
         ]
         names = self._generations.names

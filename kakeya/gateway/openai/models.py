@@ -46,7 +46,7 @@ class ModelRoutes:
             model.model_id: await self._model_body(model) for model in self._directory.verifiers()
         }
         models = list(bodies.values())
-        for one in self._directory.adapted(client_of(request.scope)):
+        for one in await self._directory.adapted(client_of(request.scope)):
             base = bodies.get(one.parent, {})
             own = {"id": one.model_id, "display_name": one.model_id, "parent": one.parent}
             models.append(base | own)
@@ -85,7 +85,7 @@ class ModelRoutes:
             return _json(task_body(model_id, choice.spec, bodies))
         if isinstance(found, RelayedModel):
             return _json(self._relayed_body(found))
-        adapted = self._directory.adapted(client) if ":" in found.model_id else ()
+        adapted = await self._directory.adapted(client) if ":" in found.model_id else ()
         parents = [{"parent": one.parent} for one in adapted if one.model_id == found.model_id]
         return _json(await self._model_body(found) | (parents[0] if parents else {}))
 

@@ -56,6 +56,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
     },
     "kakeya.v1.ServingService": {
         "DescribeModel": _MEMBERS,
+        "ListServedAdapters": _MEMBERS,
         "Quote": _MEMBERS,
         "ReadTextFiles": _MEMBERS,
         "Decode": _MEMBERS,

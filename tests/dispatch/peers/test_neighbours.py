@@ -26,6 +26,7 @@ from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, Endpoint, OfferedModel
 from kakeya.generation.manifest import Manifest
+from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.names.keys import CacheKeys
@@ -136,6 +137,25 @@ async def silent() -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+async def test_adapters_of_all_peers_are_told_and_a_silent_or_older_one_takes_no_part(
+    front: Front, minis: dict[str, ServingNode]
+) -> None:
+    listed = [AdaptedId(model_id="toy:private", parent="toy")]
+    minis["left"].models.models[0].model_id = "other"
+    both = [AdaptedId(model_id="other:private", parent="other"), *listed]
+    assert list(await front.peers.adapted("owner")) == both
+    assert await front.peers.adapted("another") == ()
+    older = grpc.aio.server()
+    port = older.add_insecure_port("127.0.0.1:0")
+    await older.start()
+    try:
+        front.hear("older", address=f"127.0.0.1:{port}")
+        assert list(await front.peers.adapted("owner")) == both
+        assert "older" in front.offering(), "it serves as before"
+    finally:
+        await older.stop(None)
 
 
 def toy(node: ServingNode) -> QuotedToy:

@@ -33,6 +33,7 @@ from kakeya.generation.cuts import marked
 from kakeya.generation.facts import ModelState, RequestLoad
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens
 from kakeya.generation.manifest import Manifest
+from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, DraftSource, GenerationPriority, Sampling
 from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import RequestWait, WaitReason, WaitTeller
@@ -444,6 +445,14 @@ async def test_a_turn_is_warmed_under_the_claim_of_its_conversation(node: Servin
     assert node.precache.kv_key(claim) == "owner|front/c1"
     assert (claim.model_id, claim.use.retention) == ("toy", Retention.SHORT)
     assert await tokens() == history
+
+
+async def test_adapters_are_listed_for_the_client_that_may_name_them(node: ServingNode) -> None:
+    listed = (AdaptedId(model_id="toy:private", parent="toy"),)
+    assert await node.calls.adapted("owner", 5.0) == listed
+    assert await node.calls.adapted("another", 5.0) == ()
+    node.service.drain("it is taken out")
+    assert await node.calls.adapted("owner", 5.0) == ()
 
 
 async def test_vectors_come_from_an_encoder(node: ServingNode) -> None:

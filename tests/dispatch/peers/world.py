@@ -53,6 +53,7 @@ class QuotedToy(HashServedModel):
     load_s: float | None = 0.0
     refusal: str = ""
     held: int = 0
+    adapter_digest: str = ""
     beside: PromptsAlike = field(default_factory=PromptsAlike)
     fails: KakeyaError | None = None
     """Raised by each call that can fail."""
@@ -124,8 +125,9 @@ class ToyModels:
     def verifiers(self) -> tuple[QuotedToy, ...]:
         return self.models
 
-    def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
-        return ()
+    async def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
+        names = [f"{model.model_id}:private" for model in self.models if client == "owner"]
+        return tuple(AdaptedId(model_id=name, parent=name.partition(":")[0]) for name in names)
 
     def embedder(self, model_id: str) -> ToyEncoder:
         for model in self.encoders:

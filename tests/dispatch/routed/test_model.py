@@ -145,6 +145,35 @@ async def test_a_node_that_never_loaded_the_model_loads_it_to_go_on() -> None:
     assert shelf.fleet.tries == ["left", "right"]
 
 
+async def test_an_answer_goes_on_with_the_same_adapter_only() -> None:
+    """Nodes have unlike adapters by one name."""
+    shelf = Shelf(("left", "right", "third"))
+    for name, digest in (("left", "one"), ("right", "other"), ("third", "one")):
+        shelf.node(name).model.adapter_digest = digest
+    shelf.lose(Loss(4, FOR_GOOD))
+    model = shelf.routed("toy:french")
+    await model.ready(1.0)
+    frames = [frame async for frame in model.decode(asked())]
+    assert ids(frames) == expected(PROMPT, 9)[0]
+    assert shelf.fleet.tries == ["left", "third"]
+
+
+async def test_an_adapter_of_this_node_is_not_exchanged_for_another_one_of_its_name() -> None:
+    shelf = Shelf(own=True)
+    assert shelf.own is not None
+    shelf.own.adapter_digest = "one"
+    shelf.own.load = RequestLoad(answers=(0,) * 8)
+    shelf.node("left").model.adapter_digest = "other"
+    shelf.node("right").model.adapter_digest = "one"
+    model = shelf.routed("toy:french")
+    assert [frame async for frame in model.decode(asked())]
+    assert shelf.fleet.tries == ["right"]
+    (decision,) = model.decisions
+    assert dict(decision.unfit) == {
+        "left": "its adapter of this name, or the model, is another one"
+    }
+
+
 @pytest.mark.parametrize(("numerics", "is_mixed"), [("numerics", False), ("others", True)])
 async def test_the_last_frame_says_that_another_arithmetic_went_on(
     numerics: str, is_mixed: bool

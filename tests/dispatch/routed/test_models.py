@@ -10,6 +10,7 @@ from kakeya.core.errors import Denied, InvalidArgument, NotFound
 from kakeya.dispatch.routed.embedder import RoutedEmbedder
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.dispatch.routed.models import RoutedModels
+from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, PrefixClaim
@@ -83,7 +84,16 @@ def test_the_models_of_peers_are_listed_behind_the_own_ones(world: World) -> Non
         "my-encoder",
         "their-encoder",
     ]
-    assert world.models.adapted("owner") == ()
+
+
+async def test_adapters_of_peers_are_listed_behind_the_own_ones(world: World) -> None:
+    mine, theirs, shared = (
+        AdaptedId(model_id=f"{base}:{name}", parent=base)
+        for base, name in (("mine", "private"), ("toy", "french"), ("shared", "private"))
+    )
+    world.fleet.adapters = (mine, theirs)
+    assert await world.models.adapted("owner") == (mine, shared, theirs)
+    assert await world.models.adapted("another") == (mine, theirs)
 
 
 def test_encoders_are_found_as_models_are(world: World) -> None:

@@ -18,6 +18,7 @@ from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.dispatch.routing.candidate import RoutedRequest
 from kakeya.fleet.cards.cards import CardRole, OfferedModel
 from kakeya.generation.frames import Done, Frame, Progress, Tokens
+from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.prefix.seam import PrefixClaim, TokenSource
 from tests.dispatch.peers.world import QuotedToy, ToyEncoder, facts_of
@@ -70,6 +71,7 @@ class ToyFleet:
         self.described: set[str] = set()
         self.warmed: list[tuple[str, str]] = []
         self.tries: list[str] = []
+        self.adapters: tuple[AdaptedId, ...] = ()
 
     def is_here(self, node: ToyNode) -> bool:
         return node.away_until_mono <= self.clock.mono()
@@ -117,6 +119,9 @@ class ToyFleet:
             node.quoted.append(client)
             found[peer.node_id] = node.quote_fails or quote_of(node.model, token_ids, cuts)
         return found
+
+    async def adapted(self, client: str) -> tuple[AdaptedId, ...]:
+        return self.adapters
 
     def abroad(self, kv_key: str) -> str:
         return f"{OWN}/{kv_key}" if kv_key else ""
@@ -195,11 +200,12 @@ class ToyCalls:
         begun: Callable[[AnswerOrigin], None],
     ) -> AsyncGenerator[Frame, None]:
         self.node.asked.append((model_id, client, request, draft_policy))
+        digest = self.node.model.adapter_digest
         frames = self.node.model.decode(request)
         async with aclosing(self.fleet.disturbed(self.node, frames)) as disturbed:
             async for frame in disturbed:
                 if not self.node.is_old:
-                    begun(origin_of(self.node.model.facts or self.node.model.told))
+                    begun(origin_of(self.node.model.facts or self.node.model.told, digest))
                 yield frame
 
     async def describe(
