@@ -10,6 +10,7 @@ Beside OpenAI's fields, `usage` carries ours under `kakeya`:
     drafted, verified, accepted
                              draft tokens that were made, that the verifier looked at, that it kept
     sources                  the same for each draft source, by name
+    mixed_numerics           true where nodes of unlike arithmetic computed parts of the answer
     moved                    kinds of lines that were taken out of the way of the prefix cache
     task                     of a request that names a task: the model that it got, and why
 
