@@ -202,6 +202,7 @@ class Agent:
             dispatch=self._memory.dispatch,
             on_drain=self._changed.set,
             accept_no_more=lambda: self._http.accept_no_more(),
+            answering=lambda: self._http.answering,
             health=self._health,
             clock=self._clock,
             rng=self._rng,

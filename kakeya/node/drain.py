@@ -30,7 +30,8 @@ class DrainStep:
 
 class NodeDrain:
     """The drain of one node. `begin` stops new work, `left` counts the requests that are here and
-    came by a moment, `close` lets no more come, `stop` ends the node."""
+    came by a moment, `close` lets no more come, `answering` counts the HTTP requests without a
+    whole answer, `stop` ends the node."""
 
     def __init__(
         self,
@@ -38,12 +39,14 @@ class NodeDrain:
         begin: Callable[[str], None],
         left: Callable[[float], int],
         close: Callable[[], None],
+        answering: Callable[[], int],
         stop: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._begin = begin
         self._left = left
         self._close = close
+        self._answering = answering
         self._stop = stop
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
@@ -72,14 +75,18 @@ class NodeDrain:
         yield self._step()
 
     def _step(self) -> DrainStep:
-        now = self._clock.mono()
-        return DrainStep(requests=self._left(now), seconds=now - self._began_mono)
+        seconds = self._clock.mono() - self._began_mono
+        return DrainStep(requests=self._running(), seconds=seconds)
+
+    def _running(self) -> int:
+        return max(self._left(self._clock.mono()), self._answering())
 
     async def _wait(self) -> None:
         # Clients that ask all the time have no end; what they ask from now on runs at peers.
         await self._end_of(lambda: self._left(self._began_mono))
         self._close()
-        await self._end_of(lambda: self._left(self._clock.mono()))
+        # A request is answered for some time before it is counted: it is read and prepared first.
+        await self._end_of(self._running)
         # The last step is told before the connection of the owner closes.
         asyncio.get_running_loop().call_later(_LOOK_S, self._stop)
 

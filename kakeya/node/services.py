@@ -70,6 +70,7 @@ class Services:
         dispatch: Callable[[str, int | None], str],
         on_drain: Callable[[], None],
         accept_no_more: Callable[[], None],
+        answering: Callable[[], int],
         health: NodeHealth,
         clock: Clock,
         rng: random.Random,
@@ -112,6 +113,7 @@ class Services:
             begin=self._begin_drain,
             left=self.clients.begun_by,
             close=accept_no_more,
+            answering=answering,
             stop=lambda: os.kill(os.getpid(), signal.SIGTERM),
             clock=clock,
         )

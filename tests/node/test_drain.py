@@ -18,6 +18,7 @@ class Node:
         self.requests = 2
         self.passed = 0
         """Requests that came after the drain began."""
+        self.answering = 0
         self.is_closed = False
         self.begun: list[str] = []
         self.stopped = 0
@@ -25,6 +26,7 @@ class Node:
             begin=self.begun.append,
             left=self.left,
             close=self.close,
+            answering=lambda: self.answering,
             stop=self.stop,
             clock=self.clock,
         )
@@ -89,4 +91,23 @@ async def test_a_drain_ends_while_clients_go_on_asking_and_lets_what_was_passed_
     await asking
     assert last.requests == 0
     assert 11.0 <= last.seconds < 12.0
+    await eventually("it is stopped", lambda: node.stopped == 1)
+
+
+async def test_a_drain_waits_for_requests_that_are_read_and_not_counted_yet() -> None:
+    node = Node()
+    node.requests, node.answering = 0, 2
+
+    async def answer() -> None:
+        await node.clock.sleep(8.0)
+        assert node.is_closed
+        assert node.stopped == 0
+        node.answering = 0
+
+    answering = asyncio.create_task(answer())
+    async with aclosing(node.drain.run(60)) as steps:
+        last = [step async for step in steps][-1]
+    await answering
+    assert last.requests == 0
+    assert 8.0 <= last.seconds < 8.5
     await eventually("it is stopped", lambda: node.stopped == 1)

@@ -212,6 +212,17 @@ class HttpServer:
         self._server = server
         self._serving = serving
 
+    @property
+    def answering(self) -> int:
+        """How many POST requests have no whole answer yet."""
+        connections = cast(set[_Protocol], self._server.server_state.connections)
+        return sum(
+            one.cycle is not None
+            and not one.cycle.response_complete
+            and one.cycle.scope["method"] == "POST"
+            for one in connections
+        )
+
     def accept_no_more(self) -> None:
         """Close the port and idle connections; others are closed behind their answers."""
         self._server.close_port()

@@ -78,6 +78,7 @@ async def test_a_closed_port_takes_nothing_and_what_runs_ends_without_a_limit(fo
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         asked = asyncio.create_task(http.post("/v1/completions", json=BODY))
         await set_by(asked, model.started)
+        assert running.answering == 1
         running.accept_no_more()
         async with httpx.AsyncClient(trust_env=False) as other:
             with pytest.raises(httpx.ConnectError):
@@ -85,6 +86,7 @@ async def test_a_closed_port_takes_nothing_and_what_runs_ends_without_a_limit(fo
         await reader.read()  # the idle connection ends
         writer.close()
         answer = await asked
+        assert running.answering == 0
         assert answer.json()["usage"]["completion_tokens"] == 20
         assert answer.headers["connection"] == "close"
 
