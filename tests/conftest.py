@@ -90,9 +90,9 @@ def children_are_forked(nothing_blocks_the_event_loop: BlockBuster) -> None:
 def models_are_checked_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """By whichever worker is the first."""
     own = tmp_path_factory.getbasetemp()
-    findings.shared.append(
-        (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "findings"
-    )
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "findings"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    findings.shared.append(shared)
 
 
 @pytest.fixture(scope="session", autouse=True)
