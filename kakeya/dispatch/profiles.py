@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.figures import Json
-from kakeya.core.settings import Several, nearest, one_of, setting, text
+from kakeya.core.settings import Several, nearest, one_of, setting, switch, text
 from kakeya.dispatch.tasks import priority_word
 from kakeya.generation.manifest import Thinking
 from kakeya.generation.request import GenerationPriority
@@ -46,6 +46,9 @@ class ProfileSpec:
         one_of("on", "off", "auto"),
         "auto",
     )
+    resumable: bool = setting(
+        "whether other nodes hold copies of its answers in memory, to go on with them", switch, True
+    )
 
     def fits(self, client: str, agent: str) -> bool:
         """Whether a client, "" = it has no name, is one of its own."""
@@ -60,6 +63,7 @@ class ProfileSpec:
             "embedder": self.embedder or None,
             "priority": self.priority and self.priority.name.lower(),
             "thinking": None if self.thinking == "auto" else self.thinking,
+            "resumable": self.resumable,
         }
 
 

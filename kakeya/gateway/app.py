@@ -53,6 +53,7 @@ from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.jobs import JobQueue
 from kakeya.dispatch.model_names import ModelNames
 from kakeya.dispatch.registry import TaskRegistry
+from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.gateway.anthropic.count import CountRoute
 from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
 from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
@@ -81,6 +82,7 @@ from kakeya.gateway.openai.requests import (
 from kakeya.gateway.openai.responses.background import BackgroundResponses
 from kakeya.gateway.openai.responses.kept import KeptResponse, StoredResponses
 from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, parse_response
+from kakeya.gateway.openai.responses.resumed import ResumableResponses
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
@@ -111,6 +113,7 @@ def build_app(
     precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
     texts: Texts | None = None,
     store_bytes: int = 0,
+    copies: AnswerCopies | None = None,
     clients: Clients | None = None,
     tasks: TaskRegistry | None = None,
     relays: Relays | None = None,
@@ -125,11 +128,11 @@ def build_app(
     only draft; `unready` says why the node as a whole does not serve now, "" while it does.
     `texts` are shared with other parts of the node; None = the application makes its own.
     So is the registry of `clients`.
-    `store_bytes` are for responses that later requests can go on from; 0 = none is kept. `tasks`
-    are names that stand for one of several models; None = there are none. `relays` are backends
-    that answer whole requests in the place of an engine; None = there are none. `jobs` get the
-    kinds of work that go on in the background, and are started later; `capabilities` None = there
-    are none.
+    `store_bytes` are for responses that later requests can go on from; 0 = none is kept. `copies`
+    are of streamed ones, with which any node goes on; None = there are none. `tasks` are names that
+    stand for one of several models; None = there are none. `relays` are backends that answer whole
+    requests in the place of an engine; None = there are none. `jobs` get the kinds of work that go
+    on in the background, and are started later; `capabilities` None = there are none.
     """
     metrics = HttpMetrics(
         figures,
@@ -164,7 +167,13 @@ def build_app(
     images = ImageStore(mono=clock.mono)
     drawing = ImageRoute(directory, generations, jobs, images, clock=clock, rng=rng)
     routes = [
-        *_dialects(generations, ResponseStore(most_bytes=store_bytes, mono=clock.mono), jobs, rng),
+        *_dialects(
+            generations,
+            ResponseStore(most_bytes=store_bytes, mono=clock.mono),
+            jobs,
+            copies,
+            rng,
+        ),
         BodyRoute(
             "/v1/embeddings", EmbeddingRoute(embeddings, clock), EMBEDDING | COORDINATOR_FIELDS
         ),
@@ -207,25 +216,35 @@ def build_app(
 
 
 def _dialects(
-    generations: Generations, store: ResponseStore, jobs: JobQueue, rng: random.Random
+    generations: Generations,
+    store: ResponseStore,
+    jobs: JobQueue,
+    copies: AnswerCopies | None,
+    rng: random.Random,
 ) -> list[Route]:
     """The routes of generations, but those of Ollama."""
 
     chat = GenerationRoute(lambda body, _: parse_chat(body), generations)
     completion = GenerationRoute(lambda body, _: parse_completion(body), generations)
     background = BackgroundResponses(jobs, generations, store, rng)
+    resumable = ResumableResponses(generations, store, copies)
     response = GenerationRoute(
         lambda body, share: parse_response(body, store, share),
         generations,
         background.take,
+        resumable.begin,
     )
     message = GenerationRoute(lambda body, _: parse_message(body), generations)
-    stored = StoredResponses(store, background)
+    stored = StoredResponses(store, background, resumable)
     return [
         BodyRoute("/v1/chat/completions", chat, CHAT | COORDINATOR_FIELDS, CHAT_NO_OPS),
         BodyRoute("/v1/completions", completion, COMPLETION | COORDINATOR_FIELDS, CHAT_NO_OPS),
         BodyRoute("/v1/responses", response, RESPONSE | COORDINATOR_FIELDS, RESPONSE_NO_OPS),
-        Route("/v1/responses/{response_id}", KeptResponse(store, background), methods=["GET"]),
+        Route(
+            "/v1/responses/{response_id}",
+            KeptResponse(store, background, resumable),
+            methods=["GET"],
+        ),
         Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]),
         Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
         BodyRoute("/v1/messages", message, MESSAGE | COORDINATOR_FIELDS, MESSAGE_NO_OPS),

@@ -38,7 +38,7 @@ from kakeya.gateway.preparation import Preparation
 from kakeya.gateway.recent import RecentRequests
 from kakeya.gateway.relayed import RelayedGenerations, RelayedJob
 from kakeya.gateway.reply import Reply
-from kakeya.gateway.turn import HttpGeneration, next_tokens
+from kakeya.gateway.turn import BEGUN, HttpGeneration, next_tokens
 from kakeya.generation.fair_bound import FairBound
 from kakeya.generation.frames import Tokens
 from kakeya.generation.model import ServedModel
@@ -149,7 +149,7 @@ class Generations:
         model_id, answer = job.counted_as, job.answer
         self._metrics.generation_began(model_id, len(job.request.token_ids))
         try:
-            async with aclosing(job.model.decode(job.request)) as frames:
+            async with aclosing(job.decode()) as frames:
                 async for frame in frames:
                     if isinstance(frame, Tokens):
                         if answer.completion_tokens == 0:
@@ -157,10 +157,14 @@ class Generations:
                             self._metrics.first_token(model_id, waited_s)
                             if job.record is not None:
                                 job.record.first_token_s = waited_s
+                            if job.copied is not None:
+                                yield answer, BEGUN
                         job.token_ids.extend(frame.token_ids)
                     for part in answer.take(frame):
                         yield answer, part
                     if answer.finish_reason is not None:
+                        if job.copied is not None:
+                            job.copied.complete()
                         break
             self._turn_ended(job)
         finally:

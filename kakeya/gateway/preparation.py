@@ -155,7 +155,9 @@ class Preparation:
                         model=model,
                         counted_as=facts.model_id,
                         request=request.after(self._clock.mono() - began_mono),
-                        answer=self._answer(asked, written, text, request, len(jobs)),
+                        answer=self._answer(
+                            asked, written, text, request, len(jobs), record.request_id
+                        ),
                         began_mono=began_mono,
                         asked=asked,
                         prompt=prompt,
@@ -234,6 +236,7 @@ class Preparation:
         text: TextModel,
         request: DecodeRequest,
         row: int,
+        answer_id: str,
     ) -> GeneratedAnswer:
         if isinstance(asked, ChatRequest):
             may_call = asked.tool_choice.mode != "none"
@@ -242,12 +245,14 @@ class Preparation:
         else:
             reader, after = None, written.token_ids
         shown: frozenset[int] = frozenset() if reader is None else reader.shown
+        # The same ids at each node that goes on with the answer.
+        calls = random.Random(f"{answer_id} {row}")
         return GeneratedAnswer(
             text.detokenizer(after=after, shown=shown),
             stops=text.stops(asked.params.stop, shown=shown),
             stop_token_ids=request.stop_token_ids - shown,
             reader=reader,
-            draw_call_id=lambda: "call_" + draw_id("", self._rng, 24)[1:],
+            draw_call_id=lambda: "call_" + draw_id("", calls, 24)[1:],
             has_one_call=isinstance(asked, ChatRequest) and not asked.tool_choice.is_parallel,
             bytes_of=text.bytes_of,
             row=row,

@@ -9,8 +9,11 @@ from contextlib import aclosing
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from kakeya.backends.relay.relays import RelayedModel
+from kakeya.backends.request import Request
 from kakeya.core.errors import KakeyaError
 from kakeya.dispatch.clients import ClientRequest, RequestLabel
+from kakeya.dispatch.profiles import ClientProfile
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.coordinator_fields import CoordinatorFields, take_fields
 from kakeya.gateway.generation import GenerationJob, Generations
@@ -23,10 +26,14 @@ from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.reply import Dialect, Reply
 from kakeya.gateway.session_hint import session_of
+from kakeya.gateway.turn import BEGUN
+from kakeya.generation.model import ServedModel
 from kakeya.generation.waiting import WaitTeller
 from kakeya.text.tools.answer import Part
 
 _Read = tuple[Reply, Mapping[str, object], CoordinatorFields, str, str]
+Keep = Callable[[Reply, Sequence[GenerationJob], ClientProfile], Sequence[GenerationJob]]
+"""Has the generations of a reply outlive this node, or go on with those of another."""
 Detour = Callable[[Reply, Mapping[str, object], str, Scope, Receive, Send], Awaitable[bool]]
 """Answers a request with its body and its share in another way; False = it does not."""
 
@@ -35,11 +42,16 @@ class GenerationRoute:
     """The ASGI application behind the path of a dialect."""
 
     def __init__(
-        self, dialect: Dialect, generations: Generations, detour: Detour | None = None
+        self,
+        dialect: Dialect,
+        generations: Generations,
+        detour: Detour | None = None,
+        keep: Keep | None = None,
     ) -> None:
         self._dialect = dialect
         self._generations = generations
         self._detour = detour
+        self._keep = keep
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -78,11 +90,23 @@ class GenerationRoute:
             async with generations.connection(
                 receive, send, wait, reply if params.stream else None
             ) as client:
-                prepared = generations.prepare(reply, asked, model, scope, wait)
+                prepared = self._prepared(reply, asked, model, scope, wait, profile)
                 if params.stream:
                     await self._stream(reply, prepared, client, use)
                 else:
                     await self._whole(reply, prepared, client, send, use)
+
+    async def _prepared(
+        self,
+        reply: Reply,
+        asked: Request,
+        model: ServedModel | RelayedModel,
+        scope: Scope,
+        wait: WaitTeller,
+        profile: ClientProfile,
+    ) -> Sequence[GenerationJob]:
+        jobs = await self._generations.prepare(reply, asked, model, scope, wait)
+        return self._keep(reply, jobs, profile) if self._keep else jobs
 
     def _parts(self, jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[Answer, Part], None]:
         if len(jobs) == 1:
@@ -120,7 +144,8 @@ class GenerationRoute:
                 async for answer, part in parts:
                     if not use.has_begun:
                         use.begin()
-                    if written := reply.part(answer, part):
+                    written = b"" if part is BEGUN else reply.part(answer, part)
+                    if written or part is BEGUN:
                         await client.send_event(opening + written)
                         opening = b""
         except KakeyaError as error:

@@ -199,6 +199,7 @@ class Agent:
             self._precache,
             data_dir=self._folder,
             wait_s=self._config.chosen.wait_s,
+            resume_bytes=self._config.listen.http_resume_bytes,
             dispatch=self._memory.dispatch,
             on_drain=self._changed.set,
             accept_no_more=lambda: self._http.accept_no_more(),
@@ -208,6 +209,7 @@ class Agent:
             rng=self._rng,
         )
         stack.push_async_callback(self._services.serving_peers.aclose)
+        stack.push_async_callback(self._services.copies.aclose)
         await stack.enter_async_context(self._services.runtime)
         await self._listeners.start()
         self._tasks = await stack.enter_async_context(Supervisor(self._clock))
@@ -331,6 +333,7 @@ class Agent:
             precache=self._precache,
             texts=self._precache.texts,
             store_bytes=self._config.listen.http_store_bytes,
+            copies=self._services.copies,
             clients=self._services.clients,
             tasks=self._ladders,
             relays=self._relays,

@@ -96,6 +96,7 @@ class Overview:
         yield from self.precache.figures()
         yield from self.jobs.figures()
         yield from self.services.routes.figures()
+        yield from self.services.copies.figures()
         yield counter("kakeya_served_peers", "Generations for peers", self.services.served)
         yield from figures.session_figures(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())

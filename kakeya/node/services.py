@@ -20,9 +20,11 @@ from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
+from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.models import RoutedModels
 from kakeya.fleet.placement.draft_sources import FleetDrafts
@@ -67,6 +69,7 @@ class Services:
         *,
         data_dir: Path,
         wait_s: float,
+        resume_bytes: int,
         dispatch: Callable[[str, int | None], str],
         on_drain: Callable[[], None],
         accept_no_more: Callable[[], None],
@@ -93,7 +96,9 @@ class Services:
         self.models = RoutedModels(models, self.serving_peers, self.routes)
         """The models of the fleet, for clients of this node."""
         precache.elsewhere = self.models.turn_elsewhere
-        self._serving = ServingService(models, self.drafts, texts, self.clients, precache)
+        held = HeldAnswers(most_bytes=resume_bytes, mono=clock.mono)
+        self.copies = AnswerCopies(self.serving_peers, held, clock)
+        self._serving = ServingService(models, self.drafts, texts, self.clients, precache, held)
         secret = random.SystemRandom()  # session ids are the only key to a history
         self.runtime = RuntimeService(
             models=self.models,

@@ -591,3 +591,149 @@ class EmbedTextsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EmbedTextsResponse: _TypeAlias = EmbedTextsResponse  # noqa: Y015
+
+@_typing.final
+class AnswerCopy(_message.Message):
+    """What another node needs to go on with an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    CREATED_AT_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    answer_id: _builtins.str
+    client: _builtins.str
+    """The client that alone is given the answer: its name, or its machine where it has none."""
+    model_id: _builtins.str
+    body: _builtins.bytes
+    """The body of the client's request as JSON, the items before it included."""
+    created_at: _builtins.int
+    """In seconds of the wall clock."""
+    is_complete: _builtins.bool
+    """Whether the answer ended."""
+    weights: _builtins.str
+    """What began it, as in a quote; "" = not known."""
+    numerics: _builtins.str
+    @_builtins.property
+    def request(self) -> _engine_pb2.DecodeRequest:
+        """As an engine is asked, without its KV and its draft sources."""
+
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.DecodeResponse]:
+        """The committed tokens, and the end where it came."""
+
+    def __init__(
+        self,
+        *,
+        answer_id: _builtins.str = ...,
+        client: _builtins.str = ...,
+        model_id: _builtins.str = ...,
+        body: _builtins.bytes = ...,
+        created_at: _builtins.int = ...,
+        request: _engine_pb2.DecodeRequest | None = ...,
+        frames: _abc.Iterable[_engine_pb2.DecodeResponse] | None = ...,
+        is_complete: _builtins.bool = ...,
+        weights: _builtins.str = ...,
+        numerics: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "body", b"body", "client", b"client", "created_at", b"created_at", "frames", b"frames", "is_complete", b"is_complete", "model_id", b"model_id", "numerics", b"numerics", "request", b"request", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerCopy: _TypeAlias = AnswerCopy  # noqa: Y015
+
+@_typing.final
+class HoldAnswerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_FIELD_NUMBER: _builtins.int
+    FRAMES_BEFORE_FIELD_NUMBER: _builtins.int
+    frames_before: _builtins.int
+    """Frames that are held already: the copy has only its id, its client and what changed since.
+    0 = the copy is whole.
+    """
+    @_builtins.property
+    def copy(self) -> Global___AnswerCopy: ...
+    def __init__(
+        self,
+        *,
+        copy: Global___AnswerCopy | None = ...,
+        frames_before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "frames_before", b"frames_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldAnswerRequest: _TypeAlias = HoldAnswerRequest  # noqa: Y015
+
+@_typing.final
+class HoldAnswerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldAnswerResponse: _TypeAlias = HoldAnswerResponse  # noqa: Y015
+
+@_typing.final
+class FindAnswerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
+    answer_id: _builtins.str
+    client: _builtins.str
+    forget: _builtins.bool
+    """Have it forgotten."""
+    def __init__(
+        self,
+        *,
+        answer_id: _builtins.str = ...,
+        client: _builtins.str = ...,
+        forget: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "client", b"client", "forget", b"forget"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindAnswerRequest: _TypeAlias = FindAnswerRequest  # noqa: Y015
+
+@_typing.final
+class FindAnswerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def copy(self) -> Global___AnswerCopy: ...
+    def __init__(
+        self,
+        *,
+        copy: Global___AnswerCopy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindAnswerResponse: _TypeAlias = FindAnswerResponse  # noqa: Y015

@@ -74,6 +74,16 @@ class ServingServiceStub:
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.EmbedTextsRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_serving__pb2.EmbedTextsResponse.FromString,
                 _registered_method=True)
+        self.HoldAnswer = channel.unary_unary(
+                '/kakeya.v1.ServingService/HoldAnswer',
+                request_serializer=kakeya_dot_v1_dot_serving__pb2.HoldAnswerRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_serving__pb2.HoldAnswerResponse.FromString,
+                _registered_method=True)
+        self.FindAnswer = channel.unary_unary(
+                '/kakeya.v1.ServingService/FindAnswer',
+                request_serializer=kakeya_dot_v1_dot_serving__pb2.FindAnswerRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_serving__pb2.FindAnswerResponse.FromString,
+                _registered_method=True)
 
 
 class ServingServiceServicer:
@@ -137,6 +147,22 @@ class ServingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldAnswer(self, request, context):
+        """Holds a copy of an answer in memory, so that it goes on after the loss of the node that streams
+        it to its client. NOT_FOUND for more frames of an answer that is not held up to there,
+        RESOURCE_EXHAUSTED where copies have no room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindAnswer(self, request, context):
+        """The copy of an answer that is held here, or NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +205,16 @@ def add_ServingServiceServicer_to_server(servicer, server):
                     servicer.EmbedTexts,
                     request_deserializer=kakeya_dot_v1_dot_serving__pb2.EmbedTextsRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_serving__pb2.EmbedTextsResponse.SerializeToString,
+            ),
+            'HoldAnswer': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldAnswer,
+                    request_deserializer=kakeya_dot_v1_dot_serving__pb2.HoldAnswerRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_serving__pb2.HoldAnswerResponse.SerializeToString,
+            ),
+            'FindAnswer': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindAnswer,
+                    request_deserializer=kakeya_dot_v1_dot_serving__pb2.FindAnswerRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_serving__pb2.FindAnswerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -397,6 +433,60 @@ class ServingService:
             '/kakeya.v1.ServingService/EmbedTexts',
             kakeya_dot_v1_dot_serving__pb2.EmbedTextsRequest.SerializeToString,
             kakeya_dot_v1_dot_serving__pb2.EmbedTextsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldAnswer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.ServingService/HoldAnswer',
+            kakeya_dot_v1_dot_serving__pb2.HoldAnswerRequest.SerializeToString,
+            kakeya_dot_v1_dot_serving__pb2.HoldAnswerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindAnswer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.ServingService/FindAnswer',
+            kakeya_dot_v1_dot_serving__pb2.FindAnswerRequest.SerializeToString,
+            kakeya_dot_v1_dot_serving__pb2.FindAnswerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,13 @@ class ServingServiceStub:
     """Has warm what the next turn of a conversation begins with, as after a turn of an own client."""
     EmbedTexts: _grpc.UnaryUnaryMultiCallable[_serving_pb2.EmbedTextsRequest, _serving_pb2.EmbedTextsResponse]
     """Vectors of texts, by a model that is an encoder."""
+    HoldAnswer: _grpc.UnaryUnaryMultiCallable[_serving_pb2.HoldAnswerRequest, _serving_pb2.HoldAnswerResponse]
+    """Holds a copy of an answer in memory, so that it goes on after the loss of the node that streams
+    it to its client. NOT_FOUND for more frames of an answer that is not held up to there,
+    RESOURCE_EXHAUSTED where copies have no room.
+    """
+    FindAnswer: _grpc.UnaryUnaryMultiCallable[_serving_pb2.FindAnswerRequest, _serving_pb2.FindAnswerResponse]
+    """The copy of an answer that is held here, or NOT_FOUND."""
 
 @_typing.type_check_only
 class ServingServiceAsyncStub(ServingServiceStub):
@@ -77,6 +84,13 @@ class ServingServiceAsyncStub(ServingServiceStub):
     """Has warm what the next turn of a conversation begins with, as after a turn of an own client."""
     EmbedTexts: _aio.UnaryUnaryMultiCallable[_serving_pb2.EmbedTextsRequest, _serving_pb2.EmbedTextsResponse]  # type: ignore[assignment]
     """Vectors of texts, by a model that is an encoder."""
+    HoldAnswer: _aio.UnaryUnaryMultiCallable[_serving_pb2.HoldAnswerRequest, _serving_pb2.HoldAnswerResponse]  # type: ignore[assignment]
+    """Holds a copy of an answer in memory, so that it goes on after the loss of the node that streams
+    it to its client. NOT_FOUND for more frames of an answer that is not held up to there,
+    RESOURCE_EXHAUSTED where copies have no room.
+    """
+    FindAnswer: _aio.UnaryUnaryMultiCallable[_serving_pb2.FindAnswerRequest, _serving_pb2.FindAnswerResponse]  # type: ignore[assignment]
+    """The copy of an answer that is held here, or NOT_FOUND."""
 
 class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -146,5 +160,24 @@ class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.EmbedTextsResponse, _abc.Awaitable[_serving_pb2.EmbedTextsResponse]]:
         """Vectors of texts, by a model that is an encoder."""
+
+    @_abc_1.abstractmethod
+    def HoldAnswer(
+        self,
+        request: _serving_pb2.HoldAnswerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.HoldAnswerResponse, _abc.Awaitable[_serving_pb2.HoldAnswerResponse]]:
+        """Holds a copy of an answer in memory, so that it goes on after the loss of the node that streams
+        it to its client. NOT_FOUND for more frames of an answer that is not held up to there,
+        RESOURCE_EXHAUSTED where copies have no room.
+        """
+
+    @_abc_1.abstractmethod
+    def FindAnswer(
+        self,
+        request: _serving_pb2.FindAnswerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.FindAnswerResponse, _abc.Awaitable[_serving_pb2.FindAnswerResponse]]:
+        """The copy of an answer that is held here, or NOT_FOUND."""
 
 def add_ServingServiceServicer_to_server(servicer: ServingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,6 +27,7 @@ from kakeya.core.tasks import Supervisor
 from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.jobs import JobQueue
 from kakeya.dispatch.registry import TaskRegistry
+from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.connection import HttpLimits
@@ -191,11 +192,14 @@ class ToyModel:
             self.closed.set()
 
     def _steps(self, request: DecodeRequest) -> list[tuple[int, ...]]:
+        said = len(request.token_ids) - (request.prompt_tokens or len(request.token_ids))
+        most = said + request.max_tokens
         if self.script is None:
             noise = random.Random(request.sampling.seed)
-            ids = [noise.randrange(3, 250) for _ in range(request.max_tokens)]
+            ids = [noise.randrange(3, 250) for _ in range(most)]
         else:
-            ids = [*self.tokenizer.encode(self.script).ids, 2][: request.max_tokens]
+            ids = [*self.tokenizer.encode(self.script).ids, 2][:most]
+        ids = ids[said:]
         size = self.pace.per_step
         return [tuple(ids[i : i + size]) for i in range(0, len(ids), size)]
 
@@ -374,6 +378,7 @@ async def serving(
     embedders: Sequence[ToyEmbedder] = (),
     images: Sequence[ImageModel] = (),
     store_bytes: int = 0,
+    copies: AnswerCopies | None = None,
     tasks: TaskRegistry | None = None,
     relays: Relays | None = None,
     jobs: JobQueue | None = None,
@@ -394,6 +399,7 @@ async def serving(
         unready=unready,
         precache=precache,
         store_bytes=store_bytes,
+        copies=copies,
         tasks=tasks,
         relays=relays,
         jobs=jobs,

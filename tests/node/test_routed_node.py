@@ -82,6 +82,13 @@ async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf
             yield found
 
 
+def endless() -> dict[str, int]:
+    """A bias with which no answer ends by itself."""
+    config = json.loads((FOLDER / "generation_config.json").read_text())
+    ends = config["eos_token_id"]
+    return {str(one): -100 for one in (ends if isinstance(ends, list) else [ends])}
+
+
 async def test_what_the_owner_says_of_a_model_counts_at_each_node_from_the_first_request_on(
     shelf: Shelf,
 ) -> None:
@@ -169,17 +176,46 @@ async def test_a_client_that_leaves_ends_its_answer_on_the_neighbour(shelf: Shel
     await eventually("no node decodes any more", lambda: not shelf.busy())
 
 
+async def test_a_client_goes_on_with_its_response_at_another_node(shelf: Shelf) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "input": STORY[0]["content"],
+        "max_output_tokens": 300,
+        "temperature": 0.7,
+        "extra_body": {"seed": 5, "logit_bias": endless()},
+    }
+    whole = await shelf.openai.responses.create(**asked)
+    said, response_id, number = "", "", 0
+    stream = await shelf.openai.responses.create(stream=True, **asked)
+    async for event in stream:
+        number = event.sequence_number
+        if event.type == "response.created":
+            response_id = event.response.id
+        elif event.type == "response.output_text.delta":
+            said += event.delta
+            if len(said) > 30:
+                break
+    await stream.close()
+    for node in (shelf.minis["left"], shelf.minis["right"], shelf.front):
+        rest = ""
+        async with openai.AsyncOpenAI(
+            base_url=f"http://{node.http}/v1", api_key="none", max_retries=0
+        ) as other:
+            events = await other.responses.retrieve(response_id, stream=True, starting_after=number)
+            async for event in events:
+                rest += event.delta if event.type == "response.output_text.delta" else ""
+        assert said + rest == whole.output_text, node.node_id
+
+
 async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(shelf: Shelf) -> None:
     """Last in this file: one of the nodes is gone after it."""
-    config = json.loads((FOLDER / "generation_config.json").read_text())
-    ends = config["eos_token_id"]
     asked: dict[str, Any] = {
         "model": MODEL,
         "prompt": "import os",
         "max_tokens": 900,
         "temperature": 0.7,
         "seed": 5,
-        "logit_bias": {str(one): -100 for one in (ends if isinstance(ends, list) else [ends])},
+        "logit_bias": endless(),
     }
     whole = await shelf.openai.completions.create(**asked)
     before = await asyncio.to_thread(shelf.routed)

@@ -12,8 +12,15 @@ import grpc.aio
 
 from kakeya.core.errors import PeerProtocol, PeerUnavailable
 from kakeya.core.units import pack_ids
+from kakeya.dispatch.peers.held_answers import AnswerCopy
 from kakeya.dispatch.peers.quote import AnswerOrigin, Quote
-from kakeya.dispatch.peers.wire import manifest_from_wire, quote_from_wire, wait_from_wire
+from kakeya.dispatch.peers.wire import (
+    copy_from_wire,
+    copy_to_wire,
+    manifest_from_wire,
+    quote_from_wire,
+    wait_from_wire,
+)
 from kakeya.generation.cuts import unmarked
 from kakeya.generation.engine_wire import facts_from_wire, frames_from_wire, job_to_wire
 from kakeya.generation.facts import ModelFacts
@@ -199,3 +206,19 @@ class PeerCalls:
         with calling(self._name):
             reply = await self._stub.EmbedTexts(request, timeout=_EMBED_S)
         return reply.response.vectors_le_f32, reply.weights
+
+    async def hold_answer(self, copy: AnswerCopy, frames_before: int) -> None:
+        """Have a copy held, or, behind so many frames, what is new of one. Raises NotFound where
+        these frames are not held, and the peer's other errors."""
+        message = copy_to_wire(copy, frames_before)
+        request = pb.HoldAnswerRequest(copy=message, frames_before=frames_before)
+        with calling(self._name):
+            await self._stub.HoldAnswer(request, timeout=_SHORT_S)
+
+    async def find_answer(self, answer_id: str, client: str, *, forget: bool) -> AnswerCopy:
+        """The copy of a client's answer, which the peer then may forget. Raises NotFound, and the
+        peer's other errors."""
+        request = pb.FindAnswerRequest(answer_id=answer_id, client=client, forget=forget)
+        with calling(self._name):
+            reply = await self._stub.FindAnswer(request, timeout=_SHORT_S)
+        return copy_from_wire(reply.copy)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kakeya.generation.facts import ModelFacts, ModelState, PromptsAlike, RequestLoad
 from kakeya.generation.model import ModelDirectory, ServedModel
 
 
+@runtime_checkable
 class QuotedModel(ServedModel, Protocol):
     """A model of this node, with what its peers ask of it."""
 

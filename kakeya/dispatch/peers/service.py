@@ -14,8 +14,9 @@ from typing import Any
 
 import grpc.aio
 
-from kakeya.core.errors import Refused
+from kakeya.core.errors import CapacityExhausted, NotFound, Refused
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel, origin_of, quote_of
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.dispatch.peers.wire import manifest_to_wire, quote_to_wire, wait_to_wire
@@ -54,8 +55,10 @@ class ServingService(ServingServiceServicer):
         texts: TextFiles,
         clients: Clients,
         precache: Precache,
+        held: HeldAnswers,
     ) -> None:
         self._precache = precache
+        self._held = held
         self._models = models
         self._router = router
         self._texts = texts
@@ -186,6 +189,30 @@ class ServingService(ServingServiceServicer):
             response = engine_pb2.EmbedResponse(vectors_le_f32=vectors)
             weights = origin_of(model.facts).weights
             return pb.EmbedTextsResponse(response=response, weights=weights)
+        raise AssertionError("abort returned")
+
+    async def HoldAnswer(
+        self, request: pb.HoldAnswerRequest, context: Context
+    ) -> pb.HoldAnswerResponse:
+        """Hold a copy of an answer."""
+        async with errors_end(context):
+            self._refuse_new()
+            if not self._held.is_on:
+                raise CapacityExhausted("this node holds no copies of answers (http_resume_mb 0)")
+            self._held.hold(request.copy, request.frames_before)
+        return pb.HoldAnswerResponse()
+
+    async def FindAnswer(
+        self, request: pb.FindAnswerRequest, context: Context
+    ) -> pb.FindAnswerResponse:
+        """Give the copy of an answer."""
+        async with errors_end(context):
+            found = self._held.find(request.answer_id, request.client)
+            if found is None:
+                raise NotFound(f"no copy of {request.answer_id[:80]!r} is held here")
+            if request.forget:
+                self._held.forget(request.answer_id, request.client)
+            return pb.FindAnswerResponse(copy=found)
         raise AssertionError("abort returned")
 
     def _refuse_new(self) -> None:

@@ -1,9 +1,20 @@
-"""Quotes, manifests and waits as messages of ServingService, and back."""
+"""Quotes, manifests, waits and copies of answers as messages of ServingService, and back."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from kakeya.dispatch.peers.held_answers import AnswerCopy
 from kakeya.dispatch.peers.quote import AnswerOrigin, Quote
+from kakeya.generation.engine_wire import (
+    frames_from_wire,
+    frames_to_wire,
+    job_to_wire,
+    request_from_wire,
+)
 from kakeya.generation.facts import PromptsAlike, RequestLoad
+from kakeya.generation.frames import Done, Progress, Tokens
+from kakeya.generation.kv import NO_KV
 from kakeya.generation.manifest import GivenTemplate, Manifest, Thinking
 from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.v1 import serving_pb2 as pb
@@ -107,4 +118,46 @@ def wait_from_wire(message: pb.RoutedWait, model_id: str) -> RequestWait | None:
         position=message.position or None,
         seconds=message.seconds or None,
         progress=message.progress,
+    )
+
+
+def copy_to_wire(copy: AnswerCopy, frames_before: int = 0) -> pb.AnswerCopy:
+    """The message of a copy; of one whose frames before are known, only what is new."""
+    frames = [frames_to_wire([frame]) for frame in copy.frames]
+    new = pb.AnswerCopy(
+        answer_id=copy.answer_id,
+        client=copy.client,
+        frames=frames,
+        is_complete=copy.is_complete,
+        weights=copy.origin.weights,
+        numerics=copy.origin.numerics,
+    )
+    if frames_before:
+        return new
+    # What belongs to the node that began the answer, the next one has of its own.
+    asked = replace(copy.request, draft_sources=(), kv_key="", client="", user="", deadline_s=None)
+    new.MergeFrom(
+        pb.AnswerCopy(
+            model_id=copy.model_id,
+            body=copy.body,
+            created_at=copy.created_at,
+            request=job_to_wire(asked, NO_KV),
+        )
+    )
+    return new
+
+
+def copy_from_wire(message: pb.AnswerCopy) -> AnswerCopy:
+    """The copy in a message. Raises InvalidArgument and PeerProtocol for what is none."""
+    frames = [frame for one in message.frames for frame in frames_from_wire(one)]
+    return AnswerCopy(
+        answer_id=message.answer_id,
+        client=message.client,
+        model_id=message.model_id,
+        body=message.body,
+        created_at=message.created_at,
+        request=request_from_wire(message.request),
+        frames=[frame for frame in frames if isinstance(frame, Tokens | Progress | Done)],
+        is_complete=message.is_complete,
+        origin=AnswerOrigin(weights=message.weights, numerics=message.numerics),
     )

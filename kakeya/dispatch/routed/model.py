@@ -21,7 +21,7 @@ from pathlib import Path
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
-from kakeya.dispatch.peers.quote import QuotedModel
+from kakeya.dispatch.peers.quote import AnswerOrigin, QuotedModel
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.route import ELSEWHERE, RequestRoute, offering
 from kakeya.dispatch.routing.decision import RouteDecision
@@ -55,6 +55,9 @@ class RoutedModel:
         self._clock = history.clock
         self._told: ModelFacts | None = None
         """The facts that its caller has: the requests are in these tokens."""
+        self.origin: AnswerOrigin | None = None
+        """What began an answer elsewhere: nodes with other weights are not chosen. Later, what began
+        its last answer."""
         self.decisions: list[RouteDecision] = []
         """Of its generations, in order."""
 
@@ -130,7 +133,13 @@ class RoutedModel:
         job = Continuation(request, clock.mono())
         facts = self.facts
         route = RequestRoute(
-            self._model_id, self._client, self._own, facts, self._peers, self._history
+            self._model_id,
+            self._client,
+            self._own,
+            facts,
+            self._peers,
+            self._history,
+            origin=self.origin,
         )
         while True:
             decision, told = await route.decide(job)
@@ -144,6 +153,7 @@ class RoutedModel:
                         if isinstance(taken, Tokens):
                             self._history.ledger.first_token(key, clock.mono())
                             route.began_at(decision.node_id)
+                            self.origin = route.origin
                         if taken is not None:
                             yield _told(taken, route)
                         if isinstance(taken, Done):

@@ -88,9 +88,11 @@ class RequestRoute:
         facts: ModelFacts | None,
         peers: ServingPeers,
         history: RouteHistory,
+        *,
+        origin: AnswerOrigin | None = None,
     ) -> None:
         """`own` is the model of this node with this name, None = it has none; the request is in
-        the tokens of `facts`."""
+        the tokens of `facts`; `origin` began the answer, None = it has not begun."""
         self._model_id = model_id
         self._client = client
         self._own = own
@@ -111,7 +113,7 @@ class RequestRoute:
         self._origins: dict[str, AnswerOrigin] = {}
         """What computes the answer, by node that said it with its first token."""
         self._began_at = ""
-        self._origin: AnswerOrigin | None = None
+        self.origin = origin
         """What computed the first token; None = there is none yet."""
         self.has_mixed_numerics = False
         """Whether parts of the answer were computed with unlike arithmetic."""
@@ -135,9 +137,9 @@ class RequestRoute:
             origin = origin_of(self._own.facts, self._own.adapter_digest)
         elif origin == AnswerOrigin() and (quote := self._quotes.get(node_id)) is not None:
             origin = quote.origin
-        if self._origin is None:
-            self._origin = origin
-        elif not origin.numerics or origin.numerics != self._origin.numerics:
+        if self.origin is None:
+            self.origin = origin
+        elif not origin.numerics or origin.numerics != self.origin.numerics:
             self.has_mixed_numerics = True
 
     def lost(self, node_id: str, failure: KakeyaError) -> None:
@@ -156,7 +158,7 @@ class RequestRoute:
         none can serve it."""
         if self._last is not None and self._losses >= _MOST_LOSSES:
             raise self._last
-        if self._last is not None and self._origin is not None and not self._origin.weights:
+        if self._last is not None and self.origin is not None and not self.origin.weights:
             raise PeerUnavailable(
                 f"{self._model_id}: the node that answered was lost, and no other is known to have "
                 f"its weights: {self._last.message}",
@@ -201,7 +203,8 @@ class RequestRoute:
 
     def _patience_s(self, job: Continuation, rest: DecodeRequest) -> float:
         """How long to wait for a node, at most until the request's deadline."""
-        if not (job.has_begun or isinstance(self._last, PeerError | ModelLoading)):
+        has_begun = job.has_begun or rest.prompt_tokens > 0
+        if not (has_begun or isinstance(self._last, PeerError | ModelLoading)):
             return 0.0
         return RESUME_S if rest.deadline_s is None else min(RESUME_S, rest.deadline_s)
 
@@ -263,7 +266,7 @@ class RequestRoute:
             return RouteCandidate(node_id=node_id, unfit=quote)
         self._quotes[node_id] = quote
         unfit = quote.refusal
-        if self._origin is not None and quote.origin.weights != self._origin.weights:
+        if self.origin is not None and quote.origin.weights != self.origin.weights:
             unfit = "its weights are not those that began the answer"
         own = self._own
         if own is not None and own.adapter_digest:

@@ -18,6 +18,7 @@ from kakeya.core.settings import (
     switch,
     text,
 )
+from kakeya.core.units import MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,13 @@ class ListenConfig:
         "none is kept (0)",
         megabytes(0, 64 * 1024),
         0,
+        argument="MB",
+    )
+    http_resume_bytes: int = setting(
+        "the most memory for copies of answers that other nodes stream, and for own ones without a "
+        "peer, to go on with them when their node is lost; 0: none is held or sent (64)",
+        megabytes(0, 64 * 1024),
+        64 * MIB,
         argument="MB",
     )
     advertise: str = setting(

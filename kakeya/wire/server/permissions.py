@@ -20,6 +20,7 @@ _ALL = frozenset(CertRole)
 _EXCHANGE = Permission(roles=_NODES, budget=Budget.EXCHANGE)
 _GOSSIP = Permission(roles=_FLEET, budget=Budget.GOSSIP)
 _MEMBERS = Permission(roles=_FLEET)
+_COPIES = Permission(roles=_NODES)
 _RUNTIME = Permission(roles=_USERS)
 _HEALTH = Permission(roles=_ALL)
 # Only the owner may mint invites: other users of this machine lack the owner's key, and cannot
@@ -63,6 +64,8 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "ReleaseKv": _MEMBERS,
         "WarmTurn": _MEMBERS,
         "EmbedTexts": _MEMBERS,
+        "HoldAnswer": _COPIES,
+        "FindAnswer": _COPIES,
     },
     "kakeya.v1.RuntimeService": {
         "CreateSession": _RUNTIME,

@@ -28,6 +28,7 @@ from kakeya.core.errors import (
 )
 from kakeya.dispatch.peers import client, service
 from kakeya.dispatch.peers.client import PeerCalls
+from kakeya.dispatch.peers.held_answers import AnswerCopy
 from kakeya.dispatch.peers.quote import AnswerOrigin, origin_of
 from kakeya.generation.cuts import marked
 from kakeya.generation.facts import ModelState, RequestLoad
@@ -463,3 +464,26 @@ async def test_vectors_come_from_an_encoder(node: ServingNode) -> None:
     with pytest.raises(errors.QueueFull) as caught:
         await node.calls.embed("encoder", [[1]], 0)
     assert caught.value.retry_after_s == 2.0
+
+
+async def test_a_copy_of_an_answer_is_held_for_a_peer(node: ServingNode) -> None:
+    copy = AnswerCopy(
+        answer_id="resp_1",
+        client="ann",
+        model_id="toy",
+        body=b"{}",
+        created_at=7,
+        request=asked(9, kv_key="k", draft_sources=(DraftSource(kind="ngram"),)),
+        frames=[Tokens(token_ids=(1, 2))],
+    )
+    await node.calls.hold_answer(copy, 0)
+    with pytest.raises(NotFound, match="mini"):
+        await node.calls.hold_answer(copy, 7)
+    await node.calls.hold_answer(replace(copy, frames=[Tokens(token_ids=(3,))]), 1)
+    with pytest.raises(NotFound):
+        await node.calls.find_answer("resp_1", "bob", forget=False)
+    found = await node.calls.find_answer("resp_1", "ann", forget=True)
+    assert found.frames == [Tokens(token_ids=(1, 2)), Tokens(token_ids=(3,))]
+    assert found.request == replace(asked(9), token_ids=list(PROMPT))
+    with pytest.raises(NotFound):
+        await node.calls.find_answer("resp_1", "ann", forget=False)

@@ -13,6 +13,7 @@ import grpc.aio
 from kakeya.core.errors import Denied, InvalidArgument, KakeyaError, NotFound
 from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.peers.client import PeerCalls
+from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.generation.facts import ModelFacts, PromptsAlike, RequestLoad
@@ -162,7 +163,10 @@ class ServingNode:
         self.precache = ToyPrecache()
         self.clients = Clients(FakeClock().mono)
         texts = TextFiles(folder)
-        self.service = ServingService(models, self.router, texts, self.clients, self.precache)
+        self.held = HeldAnswers(most_bytes=10**6, mono=FakeClock().mono)
+        self.service = ServingService(
+            models, self.router, texts, self.clients, self.precache, self.held
+        )
         self.server = grpc.aio.server()
         self.address = ""
         self._channel: grpc.aio.Channel | None = None

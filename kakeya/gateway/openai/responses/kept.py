@@ -1,7 +1,8 @@
 """GET and DELETE /v1/responses/{id}, and POST /v1/responses/{id}/cancel.
 
-A response is one that the node keeps for later requests, or one that was made, or is being made, in
-the background. A stream of the latter goes on from ?starting_after=NUMBER.
+A response is one that the node keeps for later requests, one that was made, or is being made, in
+the background, or one that was streamed, by any node, of which a copy is held. A stream of the
+latter two goes on from ?starting_after=NUMBER.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kakeya.core.errors import InvalidArgument, Unsupported
+from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
 from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.jobs import viewer_of
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.responses.background import BackgroundResponses, body_of
+from kakeya.gateway.openai.responses.resumed import ResumableResponses
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openai.share_params import share_of
 
@@ -23,9 +25,15 @@ from kakeya.gateway.openai.share_params import share_of
 class KeptResponse:
     """GET: the ASGI application behind the path."""
 
-    def __init__(self, store: ResponseStore, background: BackgroundResponses) -> None:
+    def __init__(
+        self,
+        store: ResponseStore,
+        background: BackgroundResponses,
+        resumable: ResumableResponses,
+    ) -> None:
         self._store = store
         self._background = background
+        self._resumable = resumable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Show a response, or stream its events. Raises NotFound and InvalidArgument."""
@@ -39,21 +47,36 @@ class KeptResponse:
             else:
                 await send_json(send, 200, body_of(job))
             return
-        body = self._store.body(response_id, share_of(client_of(scope), scope))
-        if is_stream:
-            raise Unsupported(
-                "stream is not supported for a response that was not made in the background",
-                param="stream",
-            )
-        await send_json(send, 200, body)
+        body, missing = b"", None
+        try:
+            body = self._store.body(response_id, share_of(client_of(scope), scope))
+        except NotFound as unknown:
+            missing = unknown
+        if body and not is_stream:
+            await send_json(send, 200, body)
+            return
+        after = _after(request) if is_stream else None
+        if await self._resumable.show(response_id, after, scope, receive, send):
+            return
+        raise missing or Unsupported(
+            "stream is not supported for a response of which no node holds a copy: it was not "
+            "streamed, is older than ten minutes, or was asked for with resumable false",
+            param="stream",
+        )
 
 
 class StoredResponses:
     """DELETE, and POST .../cancel."""
 
-    def __init__(self, store: ResponseStore, background: BackgroundResponses) -> None:
+    def __init__(
+        self,
+        store: ResponseStore,
+        background: BackgroundResponses,
+        resumable: ResumableResponses,
+    ) -> None:
         self._store = store
         self._background = background
+        self._resumable = resumable
 
     async def delete(self, request: Request) -> Response:
         """Forget a response. Raises NotFound."""
@@ -62,7 +85,12 @@ class StoredResponses:
         if job is not None:
             await self._background.forget(job)
         else:
-            self._store.delete(response_id, share_of(client_of(scope), scope))
+            was_copied = await self._resumable.forget(response_id, scope)
+            try:
+                self._store.delete(response_id, share_of(client_of(scope), scope))
+            except NotFound:
+                if not was_copied:
+                    raise
         gone = {"id": response_id, "object": "response", "deleted": True}
         return Response(compact(gone), media_type="application/json")
 

@@ -32,13 +32,15 @@ class ResponseRequest:
     """A chat that was asked for as a response.
 
     `echo` are the fields of the request that its response repeats; `names` as of `OutputItems`;
-    `keep` None = the response is not kept.
+    `keep` None = the response is not kept. `body` is the whole request as JSON, with which any node
+    goes on with its stream; b"" = none does.
     """
 
     chat: ChatRequest
     echo: Mapping[str, object]
     names: Mapping[str, FunctionName]
     keep: Keep | None = None
+    body: bytes = b""
 
 
 class ResponseReply:
@@ -60,6 +62,11 @@ class ResponseReply:
     def is_background(self) -> bool:
         """Whether it is made without the connection that asks for it."""
         return self._request.echo["background"] is True
+
+    @property
+    def body(self) -> bytes:
+        """The request as another node needs it; b"" = none may go on with the response."""
+        return self._request.body
 
     def begun(self, response_id: str, created_at: int) -> Mapping[str, object]:
         """The response before anything is done for it; `created_at` in wall seconds."""

@@ -14,6 +14,7 @@ from kakeya.gateway.generation import Generations
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.responses.background import BackgroundResponses
 from kakeya.gateway.openai.responses.kept import StoredResponses
+from kakeya.gateway.openai.responses.resumed import ResumableResponses
 from kakeya.gateway.openai.responses.store import (
     KEEP_S,
     PreviousResponseNotFound,
@@ -90,7 +91,7 @@ async def test_clients_without_names_are_told_apart_by_their_machines():
 
     unused: Generations = None  # type: ignore[assignment]
     background = BackgroundResponses(no_jobs(), unused, store, random.Random(1))
-    stored = StoredResponses(store, background)
+    stored = StoredResponses(store, background, ResumableResponses(unused, store, None))
     for act in (stored.cancel, stored.delete):
         with pytest.raises(NotFound):
             await act(asked("192.0.2.2"))

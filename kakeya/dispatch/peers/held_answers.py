@@ -1,0 +1,126 @@
+"""Copies of answers in the memory of this node: another node that streams an answer to its client
+has it copied here as it is made, and after the loss of that node any node goes on with it.
+
+Never on disk. A copy is held for ten minutes behind its last token; where room is short, the copies
+that grew last stay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kakeya.core.errors import CapacityExhausted, NotFound
+from kakeya.core.figures import Figure, gauge
+from kakeya.core.units import format_bytes
+from kakeya.dispatch.peers.quote import AnswerOrigin
+from kakeya.generation.frames import Frame
+from kakeya.generation.request import DecodeRequest
+from kakeya.v1 import serving_pb2 as pb
+
+KEEP_S = 600.0
+_LARGEST_SHARE = 4
+"""One copy takes at most this part of the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerCopy:
+    """What another node needs to go on with an answer.
+
+    `client` alone is given it, by its name, or by its machine where it has none. `body` is the
+    client's request as JSON. `frames` hold the committed tokens, and the end where it came;
+    `is_complete` says that nothing follows.
+    """
+
+    answer_id: str
+    client: str
+    model_id: str
+    body: bytes
+    created_at: int
+    request: DecodeRequest
+    frames: Sequence[Frame] = ()
+    is_complete: bool = False
+    origin: AnswerOrigin = AnswerOrigin()
+
+
+@dataclass(slots=True)
+class _Held:
+    client: str
+    written: bytearray
+    frames: int
+    until_mono: float
+
+
+class HeldAnswers:
+    """See the module; lives on the event loop."""
+
+    def __init__(self, *, most_bytes: int, mono: Callable[[], float]) -> None:
+        """`most_bytes` 0 = none is held."""
+        self.size_bytes = 0
+        self._most_bytes = most_bytes
+        self._mono = mono
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether copies are held."""
+        return self._most_bytes > 0
+
+    def hold(self, copy: pb.AnswerCopy, frames_before: int) -> None:
+        """Hold a copy, or what is new of one, as `HoldAnswerRequest` says. Raises NotFound where
+        the frames before are not here, and CapacityExhausted for a copy that has no room."""
+        self._forget_old()
+        known = self._held.get(copy.answer_id)
+        if frames_before == 0:
+            known = _Held(copy.client, bytearray(), 0, 0.0)
+        elif known is None or known.client != copy.client or known.frames != frames_before:
+            raise NotFound(f"{copy.answer_id[:80]} is not held up to frame {frames_before}")
+        # Messages one behind the other are one message, with the frames of all.
+        new = copy.SerializeToString()
+        self._drop(copy.answer_id)
+        if len(known.written) + len(new) > self._most_bytes // _LARGEST_SHARE:
+            raise CapacityExhausted(
+                f"a copy of an answer takes {format_bytes(len(known.written) + len(new))}; this "
+                f"node has {format_bytes(self._most_bytes)} for all (http_resume_mb)"
+            )
+        known.written += new
+        known.frames += len(copy.frames)
+        known.until_mono = self._mono() + KEEP_S
+        self._held[copy.answer_id] = known
+        self.size_bytes += len(known.written)
+        while self.size_bytes > self._most_bytes:
+            self._drop(next(iter(self._held)))
+
+    def find(self, answer_id: str, client: str) -> pb.AnswerCopy | None:
+        """The copy of an answer of a client."""
+        self._forget_old()
+        known = self._held.get(answer_id)
+        if known is None or known.client != client:
+            return None
+        return pb.AnswerCopy.FromString(bytes(known.written))
+
+    def forget(self, answer_id: str, client: str) -> bool:
+        """Forget a copy; False = there was none."""
+        known = self._held.get(answer_id)
+        if known is None or known.client != client:
+            return False
+        self._drop(answer_id)
+        return True
+
+    def figures(self) -> Iterator[Figure]:
+        """What is held."""
+        self._forget_old()
+        yield gauge("kakeya_held_answers", "Copies of answers in memory", len(self._held), "{}")
+        size = self.size_bytes
+        yield gauge("kakeya_held_answers_bytes", "Memory of copies of answers", size, "bytes")
+
+    def _forget_old(self) -> None:
+        now = self._mono()
+        while self._held and next(iter(self._held.values())).until_mono <= now:
+            self._drop(next(iter(self._held)))
+
+    def _drop(self, answer_id: str) -> None:
+        gone = self._held.pop(answer_id, None)
+        if gone is not None:
+            self.size_bytes -= len(gone.written)

@@ -1,0 +1,273 @@
+"""Answers that outlive the node that streams them to their client.
+
+    begin    an answer is copied to the memory of one peer: the request before the first token is
+             told, then the tokens as they come, some at a time
+    find     the copy of an answer, from this node or its peers
+    decode   the frames of an answer from its first one on; of a copy that was found, its frames,
+             and then what follows them
+
+Which peer holds a copy follows from the answer's id. While the peer is lost another one is sent the
+whole copy; where there is none, this node holds it, for a client that only lost its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from hashlib import sha256
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import Conflict, Denied, KakeyaError, NotFound, UnknownMethod
+from kakeya.core.figures import Figure, counter
+from kakeya.core.tasks import sleep_or_wake
+from kakeya.dispatch.peers.held_answers import AnswerCopy, HeldAnswers
+from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
+from kakeya.dispatch.peers.quote import AnswerOrigin, QuotedModel, origin_of
+from kakeya.dispatch.peers.wire import copy_from_wire, copy_to_wire
+from kakeya.dispatch.routed.model import RoutedModel
+from kakeya.generation.continuation import Continuation
+from kakeya.generation.frames import Done, Frame, Tokens
+from kakeya.generation.model import ServedModel
+from kakeya.generation.request import DecodeRequest
+
+BATCH_S = 0.1
+BATCH_TOKENS = 16
+"""Tokens are sent when so many are new, or so long after the first of them."""
+FIRST_S = 0.5
+"""How long the first token waits for the copy of its request."""
+_MOST_TRIES = 3
+"""Peers that are asked to hold a copy, before this node does."""
+_MOST_WHOLE = 6
+"""Times that one answer is sent from its beginning; two nodes may go on with it at once."""
+
+
+class AnswerCopies:
+    """See the module; lives on the event loop."""
+
+    def __init__(self, peers: ServingPeers, held: HeldAnswers, clock: Clock) -> None:
+        self.peers = peers
+        self.held = held
+        self.clock = clock
+        self.resumed = 0
+        """Answers that this node went on with."""
+        self._unable: set[str] = set()
+        self._sending: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether answers are copied."""
+        return self.held.is_on
+
+    def begin(self, copy: AnswerCopy) -> CopiedAnswer:
+        """The answer of a copy: without frames a new one, else one that was found."""
+        self.resumed += bool(copy.frames)
+        return CopiedAnswer(self, copy)
+
+    async def find(self, answer_id: str, client: str) -> AnswerCopy | None:
+        """The copy of a client's answer with the most tokens; None = no node holds one."""
+        here = self.held.find(answer_id, client)
+        found = [] if here is None else [copy_from_wire(here)]
+        found += await self._ask(answer_id, client)
+        return max(found, key=lambda copy: (copy.is_complete, _tokens(copy)), default=None)
+
+    async def forget(self, answer_id: str, client: str) -> bool:
+        """Have the copies of a client's answer forgotten; False = there was none."""
+        was_here = self.held.forget(answer_id, client)
+        return bool(await self._ask(answer_id, client, forget=True)) or was_here
+
+    def holders(self, answer_id: str) -> Sequence[ServingPeer]:
+        """The peers that may hold a copy, in their order for this answer."""
+        nodes = {peer.node_id: peer for peer in self.peers.offering()}
+
+        def order(peer: ServingPeer) -> tuple[bool, bytes]:
+            return peer.is_suspect, sha256(f"{answer_id} {peer.node_id}".encode()).digest()
+
+        return sorted((nodes[one] for one in nodes.keys() - self._unable), key=order)
+
+    def failed(self, peer: ServingPeer, failure: KakeyaError) -> None:
+        """Note the failure of a call. A node of an older build holds no copies, and serves."""
+        if isinstance(failure, UnknownMethod | Denied):
+            self._unable.add(peer.node_id)
+        else:
+            self.peers.failed(peer, failure)
+
+    def start(self, sender: asyncio.Task[None]) -> None:
+        """Keep a task until it ends."""
+        self._sending.add(sender)
+        sender.add_done_callback(self._sending.discard)
+
+    async def aclose(self) -> None:
+        """End what is under way."""
+        for task in self._sending:
+            task.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+
+    def figures(self) -> Iterator[Figure]:
+        """What is held here, and how often it was of use."""
+        yield from self.held.figures()
+        name = "kakeya_answers_resumed"
+        yield counter(name, "Answers that were gone on with from a copy", self.resumed)
+
+    async def _ask(
+        self, answer_id: str, client: str, *, forget: bool = False
+    ) -> Sequence[AnswerCopy]:
+        async def ask(peer: ServingPeer) -> AnswerCopy | None:
+            try:
+                return await self.peers.calls(peer).find_answer(answer_id, client, forget=forget)
+            except NotFound:
+                return None
+            except KakeyaError as failure:
+                self.failed(peer, failure)
+                return None
+
+        answers = await asyncio.gather(*map(ask, self.holders(answer_id)))
+        return [one for one in answers if one is not None]
+
+
+class CopiedAnswer:
+    """One answer that is copied as it is made."""
+
+    def __init__(self, copies: AnswerCopies, copy: AnswerCopy) -> None:
+        self._copies = copies
+        self._copy = copy
+        self._frames = list(copy.frames)
+        self._new: list[Frame] = []
+        self._new_tokens = 0
+        self._is_over = False
+        self._holder: ServingPeer | None = None
+        self._held: int | None = None
+        """Frames that the holder has; None = it has nothing."""
+        self._whole_left = _MOST_WHOLE
+        self._changed = asyncio.Event()
+        self._full = asyncio.Event()
+        self._tried = asyncio.Event()
+
+    def complete(self) -> None:
+        """Note that the answer is whole: nothing follows."""
+        self._copy = replace(self._copy, is_complete=True)
+
+    async def decode(
+        self, model: ServedModel, request: DecodeRequest
+    ) -> AsyncGenerator[Frame, None]:
+        """The frames of the answer from its first one on. Raises as `ServedModel.decode`, and
+        Conflict where the model has other weights than those that began the answer."""
+        clock = self._copies.clock
+        job = Continuation(request, clock.mono())
+        if not self._copy.is_complete:
+            name = f"copy of {self._copy.answer_id}"
+            self._copies.start(asyncio.create_task(self._send(), name=name))
+        try:
+            for frame in self._copy.frames:
+                if (told := job.take(frame, clock.mono())) is not None:
+                    yield told
+                if isinstance(frame, Done):
+                    return
+            if job.has_begun:
+                job.interrupt()
+                self._bind(model)
+                context = model.facts.context_tokens if model.facts else sys.maxsize
+                if (done := job.finish(context, clock.mono())) is not None:
+                    self._add(done, model)
+                    yield done
+                    return
+            async with aclosing(model.decode(job.rest(clock.mono()))) as frames:
+                async for frame in frames:
+                    taken = job.take(frame, clock.mono())
+                    if isinstance(taken, Tokens | Done):
+                        # Nothing is told of an answer that its client could not find again.
+                        if not self._tried.is_set():
+                            await sleep_or_wake(clock, FIRST_S, self._tried)
+                            self._tried.set()
+                        self._add(taken, model)
+                    if taken is not None:
+                        yield taken
+        finally:
+            self._is_over = True
+            self._changed.set()
+            self._full.set()
+
+    def _bind(self, model: ServedModel) -> None:
+        """Go on with the weights that began the answer alone."""
+        origin = self._copy.origin
+        if isinstance(model, RoutedModel) and origin.weights:
+            model.origin = origin
+        elif isinstance(model, RoutedModel) or _origin(model).weights != origin.weights:
+            raise Conflict(
+                f"the weights of {model.model_id} on this node are not those that began "
+                f"{self._copy.answer_id}; ask a node that has them"
+            )
+
+    def _add(self, frame: Tokens | Done, model: ServedModel) -> None:
+        if not self._copy.origin.weights:
+            self._copy = replace(self._copy, origin=_origin(model))
+        if isinstance(frame, Done):
+            self.complete()
+        last = self._new[-1] if self._new else None
+        if isinstance(frame, Tokens) and isinstance(last, Tokens):
+            self._new[-1] = Tokens(
+                token_ids=(*last.token_ids, *frame.token_ids),
+                logprobs=(*last.logprobs, *frame.logprobs),
+            )
+        else:
+            self._new.append(frame)
+        if isinstance(frame, Tokens):
+            self._new_tokens += len(frame.token_ids)
+        self._changed.set()
+        if self._new_tokens >= BATCH_TOKENS:
+            self._full.set()
+
+    async def _send(self) -> None:
+        await self._push()
+        self._tried.set()
+        while True:
+            await self._changed.wait()
+            await sleep_or_wake(self._copies.clock, BATCH_S, self._full)
+            self._changed.clear()
+            self._full.clear()
+            is_last = self._is_over
+            await self._push()
+            if is_last:
+                return
+
+    async def _push(self) -> None:
+        """Have what is new held, by another node where the holder is lost."""
+        self._frames += self._new
+        self._new, self._new_tokens = [], 0
+        if self._held is not None and await self._is_held_by(self._holder, self._held):
+            return
+        if self._whole_left <= 0:
+            return
+        self._whole_left -= 1
+        for peer in self._copies.holders(self._copy.answer_id)[:_MOST_TRIES]:
+            if await self._is_held_by(peer, 0):
+                return
+        await self._is_held_by(None, 0)
+
+    async def _is_held_by(self, peer: ServingPeer | None, before: int) -> bool:
+        """Send the frames behind the first `before` to a peer, None = this node."""
+        copy = replace(self._copy, frames=self._frames[before:])
+        try:
+            if peer is None:
+                self._copies.held.hold(copy_to_wire(copy, before), before)
+            else:
+                await self._copies.peers.calls(peer).hold_answer(copy, before)
+        except KakeyaError as failure:
+            self._held = None
+            if peer is not None:
+                self._copies.failed(peer, failure)
+            return False
+        self._holder, self._held = peer, before + len(copy.frames)
+        return True
+
+
+def _origin(model: ServedModel) -> AnswerOrigin:
+    if isinstance(model, RoutedModel):
+        return model.origin or AnswerOrigin()
+    return origin_of(model.facts, model.adapter_digest if isinstance(model, QuotedModel) else "")
+
+
+def _tokens(copy: AnswerCopy) -> int:
+    return sum(len(frame.token_ids) for frame in copy.frames if isinstance(frame, Tokens))
