@@ -32,6 +32,7 @@ def test_profiles_are_read_and_shown(tmp_path: Path) -> None:
             "embedder": None,
             "priority": "high",
             "thinking": "off",
+            "resumable": True,
         },
         "ci": {
             "clients": ["build"],
@@ -40,6 +41,7 @@ def test_profiles_are_read_and_shown(tmp_path: Path) -> None:
             "embedder": None,
             "priority": None,
             "thinking": None,
+            "resumable": True,
         },
     }
     with_adapter = '[profiles.a]\nclients = ["b"]\nmodel = "kakeya-tiny:style"'

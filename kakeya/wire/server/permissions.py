@@ -1,7 +1,8 @@
 """The permissions of every method of every service of a node, an engine and a join server.
 
 No caller may call a method outside the table. Members are the nodes, clients send prompts, admins
-run the fleet; an admin may call everything but the methods by which a node gossips.
+run the fleet; an admin may call everything but the methods by which nodes gossip, and hold copies
+of their clients' answers.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "kakeya.v1.DFlashProposerService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.MembershipService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.DoctorService": {MEMBER, ADMIN, "loopback"},
+    "kakeya.v1.ServingService/HoldAnswer": {MEMBER, "loopback"},
+    "kakeya.v1.ServingService/FindAnswer": {MEMBER, "loopback"},
     "kakeya.v1.ServingService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.RuntimeService": {CLIENT, ADMIN, "loopback"},
     "kakeya.v1.PrecacheService/Wipe": {ADMIN},
