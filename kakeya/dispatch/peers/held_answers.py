@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kakeya.core.errors import CapacityExhausted, NotFound
 from kakeya.core.figures import Figure, gauge
 from kakeya.core.units import format_bytes
-from kakeya.dispatch.peers.quote import AnswerOrigin
+from kakeya.dispatch.peers.quote import NO_ORIGIN, AnswerOrigin
 from kakeya.generation.frames import Frame
 from kakeya.generation.request import DecodeRequest
 from kakeya.v1 import serving_pb2 as pb
@@ -41,7 +41,7 @@ class AnswerCopy:
     request: DecodeRequest
     frames: Sequence[Frame] = ()
     is_complete: bool = False
-    origin: AnswerOrigin = AnswerOrigin()
+    origin: AnswerOrigin = NO_ORIGIN
 
 
 @dataclass(slots=True)

@@ -65,6 +65,10 @@ class AnswerOrigin:
     numerics: str = ""
 
 
+NO_ORIGIN = AnswerOrigin()
+"""Of a model that was never loaded."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quote:
     """See the module. Speeds are tokens per second, 0 = not measured.
@@ -111,7 +115,7 @@ def origin_of(facts: ModelFacts | None, adapter_digest: str = "") -> AnswerOrigi
     """What a model's tokens come from: equal weights on any node have one digest, with the
     adapter, and the vocabulary of which the ids are; None = the model was never loaded."""
     if facts is None:
-        return AnswerOrigin()
+        return NO_ORIGIN
     made_of = facts.base_fingerprint
     adapter = (adapter_digest,) if adapter_digest else ()
     return AnswerOrigin(

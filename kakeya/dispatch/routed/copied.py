@@ -25,7 +25,7 @@ from kakeya.core.figures import Figure, counter
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.dispatch.peers.held_answers import AnswerCopy, HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
-from kakeya.dispatch.peers.quote import AnswerOrigin, QuotedModel, origin_of
+from kakeya.dispatch.peers.quote import NO_ORIGIN, AnswerOrigin, QuotedModel, origin_of
 from kakeya.dispatch.peers.wire import copy_from_wire, copy_to_wire
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.generation.continuation import Continuation
@@ -265,7 +265,7 @@ class CopiedAnswer:
 
 def _origin(model: ServedModel) -> AnswerOrigin:
     if isinstance(model, RoutedModel):
-        return model.origin or AnswerOrigin()
+        return model.origin or NO_ORIGIN
     return origin_of(model.facts, model.adapter_digest if isinstance(model, QuotedModel) else "")
 
 

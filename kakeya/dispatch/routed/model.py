@@ -56,7 +56,7 @@ class RoutedModel:
         self._told: ModelFacts | None = None
         """The facts that its caller has: the requests are in these tokens."""
         self.origin: AnswerOrigin | None = None
-        """What began an answer elsewhere: nodes with other weights are not chosen. Later, what began
+        """What began an answer elsewhere: nodes with other weights are not chosen. Later, that of
         its last answer."""
         self.decisions: list[RouteDecision] = []
         """Of its generations, in order."""

@@ -21,6 +21,7 @@ from kakeya.core.errors import (
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.peers.neighbours import LATE, MOST_QUOTED, ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import (
+    NO_ORIGIN,
     AnswerOrigin,
     Quote,
     QuotedModel,
@@ -132,10 +133,10 @@ class RequestRoute:
         if node_id == self._began_at:
             return
         self._began_at = node_id
-        origin = self._origins.get(node_id, AnswerOrigin())
+        origin = self._origins.get(node_id, NO_ORIGIN)
         if node_id == self._peers.own_id and self._own is not None:
             origin = origin_of(self._own.facts, self._own.adapter_digest)
-        elif origin == AnswerOrigin() and (quote := self._quotes.get(node_id)) is not None:
+        elif origin == NO_ORIGIN and (quote := self._quotes.get(node_id)) is not None:
             origin = quote.origin
         if self.origin is None:
             self.origin = origin
