@@ -1,11 +1,9 @@
 """One generation from its request to its last frame, through losses of its engines.
 
-    hold     adapter, prefix turn, memory, place at the engine: taken in this order, given back in
-             reverse; the only place where a generation waits
-    stream   frames of one engine; only the `Continuation` counts committed tokens
-    after    the end of the stream is a value, and a table gives the next step (`endings`)
-
-Another node that takes over would be one more kind of engine, and one more ending.
+hold     adapter, prefix turn, memory, place at the engine: taken in this order, given back in
+         reverse; the only place where a generation waits
+stream   frames of one engine; only the `Continuation` counts committed tokens
+after    the end of the stream is a value, and a table gives the next step (`endings`)
 """
 
 from __future__ import annotations
@@ -21,11 +19,12 @@ from kakeya.backends import endings
 from kakeya.backends.attempted import AttemptedModel, wait_of
 from kakeya.backends.engine.engine import Engine
 from kakeya.backends.engine.life import EngineLife
+from kakeya.backends.recent_prompts import RecentPrompts
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.continuation import Continuation
-from kakeya.generation.frames import Done, Frame, Usage
+from kakeya.generation.frames import Done, Frame, Tokens, Usage
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.waiting import RequestWait, WaitReason
@@ -36,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 class Attempt:
     """See the module. `exchange` makes a request's part in the KV of prompts, None = none.
-    Without a deadline a request waits `patience_s` for its adapter."""
+    Without a deadline a request waits `patience_s` for its adapter. `recent` counts its prompt."""
 
     def __init__(
         self,
@@ -48,6 +47,7 @@ class Attempt:
         adapter: AdapterWish | None = None,
         patience_s: float = WAIT_S,
         on_usage: Callable[[Usage], None] = lambda _: None,
+        recent: RecentPrompts | None = None,
     ) -> None:
         self._request = request
         self._model = model
@@ -56,6 +56,7 @@ class Attempt:
         self._wish = adapter
         self._patience_s = patience_s
         self._on_usage = on_usage
+        self._recent = recent
         self.job = Continuation(request, clock.mono())
         self._source: EngineLife | None = None
         self._lost: Engine | None = None
@@ -78,6 +79,7 @@ class Attempt:
         job, mono = self.job, self._clock.mono
         ending: endings.AttemptEnding | None = None
         async with AsyncExitStack() as held:
+            computed = held.enter_context(self._recent.prompt(mono)) if self._recent else None
             while not isinstance(ending, Done):
                 source = self._source or await self._hold(held)
                 engine = await self._engine(source)
@@ -88,6 +90,9 @@ class Attempt:
                             is_raced = kv is not None and kv.may_be_superseded
                             coming = kv.next(frames) if kv and is_raced else anext(frames)
                             frame = job.take(await coming, mono())
+                            if computed is not None and isinstance(frame, Tokens):
+                                computed()
+                                computed = None
                             if kv is not None and frame is not None:
                                 kv.saw(frame)
                             if isinstance(frame, Done):
@@ -201,8 +206,9 @@ class Attempt:
             is_lost = await self._source.is_lost(engine, ending.error)
             self._lost = engine if is_lost else None
         if isinstance(ending, endings.MakeWay):
-            why = ending.refusal.message
-            event(_log, "decode makes way", model=self._model.model_id, reason=why)
+            event(
+                _log, "decode makes way", model=self._model.model_id, reason=ending.refusal.message
+            )
         if retry.gives_back:
             self._source = None
             await held.aclose()

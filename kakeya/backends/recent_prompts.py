@@ -7,10 +7,8 @@ those that other nodes send, the node that decides knows nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-
-from kakeya.generation.frames import Frame, Tokens
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 WINDOW_S = 60.0
 """The time over which is measured; moments are monotonic seconds of one clock."""
@@ -44,6 +42,23 @@ class RecentPrompts:
             self._busy.append((self._open_mono, now))
             self._forget(now)
 
+    @contextmanager
+    def prompt(self, mono: Callable[[], float]) -> Iterator[Callable[[], None]]:
+        """Count a prompt, until what is yielded is called or the context ends."""
+        is_open = True
+
+        def computed() -> None:
+            nonlocal is_open
+            if is_open:
+                is_open = False
+                self.end(mono())
+
+        self.begin(mono())
+        try:
+            yield computed
+        finally:
+            computed()
+
     def per_s(self, now: float) -> float:
         """Prompts per second."""
         return sum(came >= now - WINDOW_S for came in self._came) / self._span_s(now)
@@ -64,22 +79,3 @@ class RecentPrompts:
             self._came.popleft()
         while self._busy and self._busy[0][1] < now - WINDOW_S:
             self._busy.popleft()
-
-
-async def counted(
-    frames: AsyncGenerator[Frame, None], recent: RecentPrompts, mono: Callable[[], float]
-) -> AsyncGenerator[Frame, None]:
-    """The frames of a generation; its prompt counts until the first token. Closes the frames with
-    itself."""
-    recent.begin(mono())
-    is_computed = False
-    try:
-        async with aclosing(frames):
-            async for frame in frames:
-                if not is_computed and isinstance(frame, Tokens):
-                    is_computed = True
-                    recent.end(mono())
-                yield frame
-    finally:
-        if not is_computed:
-            recent.end(mono())

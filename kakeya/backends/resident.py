@@ -31,7 +31,7 @@ from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.llama.plan import text_source
 from kakeya.backends.model_life import ModelLife
 from kakeya.backends.prompts_in_flight import PromptsInFlight
-from kakeya.backends.recent_prompts import RecentPrompts, counted
+from kakeya.backends.recent_prompts import RecentPrompts
 from kakeya.backends.run_times import RunTimes
 from kakeya.backends.terms import DRAFT_TERMS, decode_terms, terms_within
 from kakeya.core.clock import Clock
@@ -224,13 +224,13 @@ class ResidentModel(ModelLife):
             adapter=adapter,
             patience_s=self._patience_s,
             on_usage=partial(self.used, request),
+            # Prompts that are computed ahead rest for others.
+            recent=None if request.priority is GenerationPriority.SPECULATIVE else self._recent,
         )
         self._attempts.add(attempt)
         if adapter is None:
             self._prompts.add(attempt, request.token_ids)
-        if request.priority is GenerationPriority.SPECULATIVE:  # it rests for others
-            return attempt.frames()
-        return counted(attempt.frames(), self._recent, self._clock.mono)
+        return attempt.frames()
 
     def used(self, request: DecodeRequest, usage: Usage) -> None:
         """Note what a whole generation took."""

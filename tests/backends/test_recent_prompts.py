@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya.backends.recent_prompts import LEAST_SPAN_S, WINDOW_S, RecentPrompts, counted
-from kakeya.generation.frames import Frame, Progress, Tokens
+from kakeya.backends.recent_prompts import LEAST_SPAN_S, WINDOW_S, RecentPrompts
 from tests.fakes import FakeClock
 
 
@@ -42,31 +39,19 @@ def test_two_prompts_at_once_keep_a_node_busy_once_and_what_is_under_way_counts(
 
 async def test_a_prompt_counts_to_its_first_token_and_once() -> None:
     clock, recent = FakeClock(), RecentPrompts(1000.0)
-
-    async def frames() -> AsyncGenerator[Frame, None]:
-        clock.advance(4)
-        yield Progress(computed_tokens=5, total_tokens=9)
-        clock.advance(2)
-        for _ in range(3):
-            yield Tokens(token_ids=(1,))
-            clock.advance(2)
-
-    assert len([one async for one in counted(frames(), recent, clock.mono)]) == 4
+    with recent.prompt(clock.mono) as computed:
+        clock.advance(6)
+        computed()
+        clock.advance(6)
+        computed()
     now = clock.mono()
-    assert now == 1012.0
     assert (recent.per_s(now), recent.busy_share(now)) == (1 / 12, 0.5)
 
 
 async def test_a_prompt_whose_caller_leaves_keeps_no_node_busy() -> None:
     clock, recent = FakeClock(), RecentPrompts(1000.0)
-
-    async def frames() -> AsyncGenerator[Frame, None]:
-        yield Progress(computed_tokens=5, total_tokens=9)
-
-    generation = counted(frames(), recent, clock.mono)
-    await anext(generation)
-    clock.advance(5)
-    await generation.aclose()
+    with recent.prompt(clock.mono):
+        clock.advance(5)
     clock.advance(5)
     assert recent.busy_share(clock.mono()) == 0.5
 

@@ -26,11 +26,11 @@ def lost_too_often(
 ) -> KakeyaError:
     """The error of a generation that lost engines again and again without a token between.
 
-    Where it is its memory that ended the last one, another try would do the same: no time to come
-    again.
+    Where the memory of the last one of several was too little, another try would do the same: no
+    time to come again. After a first one the next engine runs a single sequence at a time.
     """
     times = job.losses["engine"]
-    if isinstance(last, EngineOutgrew):
+    if isinstance(last, EngineOutgrew) and times > 1:
         return MemoryRefused(
             f"model {model_id} has too little memory for this request, with a prompt of "
             f"{job.prompt_tokens} tokens: {times} engines were ended in a row, the last as "

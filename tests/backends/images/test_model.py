@@ -79,7 +79,7 @@ async def test_the_most_urgent_request_is_drawn_next_and_the_others_say_their_pl
 
         first = asyncio.create_task(draw(replace(FOX, steps=20, prompt="slow")))
         await until(lambda: "loading fox" in waits[1].describe())
-        await until(lambda: world.image.status()["at"] == "step 1 of 20")
+        await until(lambda: str(world.image.status()["at"]).startswith("step "))
         rest = [
             asyncio.create_task(draw(replace(FOX, seed=seed, priority=priority)))
             for seed, priority in ((2, GenerationPriority.BATCH), (3, GenerationPriority.URGENT))
