@@ -24,7 +24,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.continuation import Continuation
-from kakeya.generation.frames import Done, Frame, Tokens, Usage
+from kakeya.generation.frames import Done, Frame, Usage
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.waiting import RequestWait, WaitReason
@@ -79,7 +79,8 @@ class Attempt:
         job, mono = self.job, self._clock.mono
         ending: endings.AttemptEnding | None = None
         async with AsyncExitStack() as held:
-            computed = held.enter_context(self._recent.prompt(mono)) if self._recent else None
+            if self._recent is not None:
+                job.on_begin = held.enter_context(self._recent.prompt(mono))
             while not isinstance(ending, Done):
                 source = self._source or await self._hold(held)
                 engine = await self._engine(source)
@@ -90,9 +91,6 @@ class Attempt:
                             is_raced = kv is not None and kv.may_be_superseded
                             coming = kv.next(frames) if kv and is_raced else anext(frames)
                             frame = job.take(await coming, mono())
-                            if computed is not None and isinstance(frame, Tokens):
-                                computed()
-                                computed = None
                             if kv is not None and frame is not None:
                                 kv.saw(frame)
                             if isinstance(frame, Done):
@@ -206,9 +204,8 @@ class Attempt:
             is_lost = await self._source.is_lost(engine, ending.error)
             self._lost = engine if is_lost else None
         if isinstance(ending, endings.MakeWay):
-            event(
-                _log, "decode makes way", model=self._model.model_id, reason=ending.refusal.message
-            )
+            why = ending.refusal.message
+            event(_log, "decode makes way", model=self._model.model_id, reason=why)
         if retry.gives_back:
             self._source = None
             await held.aclose()

@@ -35,6 +35,8 @@ class Continuation:
         self._was_interrupted = False
         self.losses: Counter[Loss] = Counter()
         """Losses in a row, without a token between them."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called at the first token."""
 
     @property
     def has_begun(self) -> bool:
@@ -135,6 +137,7 @@ class Continuation:
             self.losses.clear()
         if self._first_token_mono is None:
             self._first_token_mono = now
+            self.on_begin()
 
     def _total(self, last: Usage, now: float) -> Usage:
         """Usage of all engines together. A lost engine reports nothing: its steps are counted here.
