@@ -183,8 +183,12 @@ async def test_a_routed_model_goes_on_at_nodes_with_the_weights_alone() -> None:
 async def test_copies_are_forgotten_everywhere() -> None:
     fleet = CopyFleet("front", "left", "right")
     await take(fleet.at("front"), new(), QuotedToy())
-    await until(lambda: any(one.find("resp_1", "") for one in fleet.held.values()))
-    await asyncio.sleep(0.05)
+
+    def is_whole() -> bool:
+        copies = (one.find("resp_1", "") for one in fleet.held.values())
+        return any(copy is not None and copy.is_complete for copy in copies)
+
+    await until(is_whole)
     assert await fleet.at("right").forget("resp_1", "")
     assert await fleet.at("left").find("resp_1", "") is None
     assert not await fleet.at("left").forget("resp_1", "")

@@ -216,7 +216,9 @@ async def test_a_response_goes_on_for_its_client_alone_and_not_once_it_is_delete
         seen = await nodes.second.openai.responses.retrieve(id_of(got), extra_headers=ann)
         assert seen.id == id_of(got)
         await until(lambda: one.open == 0)
-        await asyncio.sleep(0.3)  # the copy's last tokens are on their way
+        sent = -1
+        while sent < (sent := len(nodes.fleet.sent)):  # the last tokens are on their way
+            await asyncio.sleep(0.5)
         await nodes.second.openai.responses.delete(id_of(got), extra_headers=ann)
         with pytest.raises(openai.NotFoundError):
             await nodes.second.openai.responses.retrieve(id_of(got), extra_headers=ann)
