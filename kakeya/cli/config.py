@@ -9,6 +9,8 @@ from typing import Any, Literal
 from kakeya.cli.node_api import NodeApi
 
 _CONFIG = "/api/v1/config"
+_USUAL = {"resumable": True}
+"""Values that say nothing, beside empty ones."""
 
 
 def run(node: NodeApi, action: Literal["show", "reload"], *, as_json: bool) -> int:
@@ -22,7 +24,11 @@ def config_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The lines for a person: a table of the file each, with the keys that say something."""
     for section in ("models", "tasks", "profiles"):
         for name, table in found[section].items():
-            said = (f"{key} {_value(value)}" for key, value in table.items() if value)
+            said = (
+                f"{key} {_value(value)}"
+                for key, value in table.items()
+                if (value is not _USUAL[key] if key in _USUAL else value)
+            )
             yield f"{section}.{name}: {', '.join(said) or 'nothing'}"
     yield f"clouds as fallbacks: {'yes' if found['allowCloudFallback'] else 'no'}"
     if stale := found["needs_restart"]:

@@ -83,8 +83,12 @@ class ImageWorker:
             stack.push_async_callback(asyncio.to_thread, folder.remove)
             socket = folder.next_socket()
             links = stack.enter_context(_Links())
-            server = await asyncio.start_unix_server(links.add, path=socket, limit=MAX_HEAD_BYTES)
+            # Cancelled while it begins to listen, asyncio would leave the socket open.
+            server = await asyncio.start_unix_server(
+                links.add, path=socket, limit=MAX_HEAD_BYTES, start_serving=False
+            )
             stack.callback(server.close)
+            await server.start_serving()
             process = await EngineProcess.start(name, command, socket, on_progress=on_progress)
             stack.push_async_callback(process.aclose, STOP_GRACE_S)
             on_process(process)
