@@ -176,7 +176,7 @@ async def test_a_member_cannot_flood_and_others_exchange_meanwhile(
 @linux
 @pytest.mark.parametrize(
     ("size", "compression", "times", "rounds"),
-    [(5 * MIB, grpc.Compression.NoCompression, 3, 3), (100 * MIB, grpc.Compression.Gzip, 1, 1)],
+    [(5 * MIB, grpc.Compression.NoCompression, 3, 6), (100 * MIB, grpc.Compression.Gzip, 1, 1)],
     ids=["5 MiB", "100 MiB of zeros, gzipped"],
 )
 async def test_a_message_beyond_the_limit_is_refused_unread(
@@ -201,7 +201,7 @@ async def test_a_message_beyond_the_limit_is_refused_unread(
             weighed.append(await child.weigh())
         assert await call(channel, DESCRIBE) is OK
     # An allocator takes and returns some at a time: a leak would add up over the rounds.
-    assert weighed[-1]["rss"] - weighed[0]["rss"] <= 3 * 8 * MIB
+    assert weighed[-1]["rss"] - weighed[0]["rss"] <= rounds * times * size / 2
     assert weighed[-1]["peak"] - fresh["rss"] <= 64 * MIB, "at no time was it all unpacked"
     assert weighed[-1]["worst_stall_s"] <= STALL_S
 
