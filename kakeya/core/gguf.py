@@ -76,9 +76,10 @@ def gguf_shards(path: Path) -> list[Path]:
 
 
 def gguf_fingerprint(path: Path) -> str:
-    """Name the weights of a model: another name for other sizes and samples. Blocks.
+    """Name the weights of a model: another name for other sizes and samples.
 
-    Raises OSError."""
+    Blocks. Raises OSError.
+    """
     sha256 = hashlib.sha256()
     for shard in gguf_shards(path):
         with open_regular(shard) as (file, size):

@@ -1,2 +1,2 @@
-"""Who asks for the models of a node, in what order they are served, and which model a name
-or a task gets."""
+"""The clients of a node, the order in which they are served, the model that a name or a task gets,
+and the node that serves it."""

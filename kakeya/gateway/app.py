@@ -80,7 +80,7 @@ from kakeya.gateway.openai.requests import (
     parse_completion,
 )
 from kakeya.gateway.openai.responses.background import BackgroundResponses
-from kakeya.gateway.openai.responses.kept import KeptResponse, StoredResponses
+from kakeya.gateway.openai.responses.kept import StoredResponses
 from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, parse_response
 from kakeya.gateway.openai.responses.resumed import ResumableResponses
 from kakeya.gateway.openai.responses.store import ResponseStore
@@ -240,11 +240,7 @@ def _dialects(
         BodyRoute("/v1/chat/completions", chat, CHAT | COORDINATOR_FIELDS, CHAT_NO_OPS),
         BodyRoute("/v1/completions", completion, COMPLETION | COORDINATOR_FIELDS, CHAT_NO_OPS),
         BodyRoute("/v1/responses", response, RESPONSE | COORDINATOR_FIELDS, RESPONSE_NO_OPS),
-        Route(
-            "/v1/responses/{response_id}",
-            KeptResponse(store, background, resumable),
-            methods=["GET"],
-        ),
+        Route("/v1/responses/{response_id}", stored, methods=["GET"]),
         Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]),
         Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
         BodyRoute("/v1/messages", message, MESSAGE | COORDINATOR_FIELDS, MESSAGE_NO_OPS),

@@ -66,6 +66,8 @@ class LoadedModel:
     dtype: str
     weight_bytes: int
     vocabulary_digest: str
+    fingerprint: str
+    """The name of the weights, "" = they have none."""
     adapters: AdapterSlots | None = None
     weights_state: str = ""
     """State of the files that the weights were read from; "" = they changed meanwhile."""
@@ -163,6 +165,7 @@ def load(
         raise ConfigError(f"weights in {str(folder)!r} are damaged: {failure}") from failure
     floats = {str(p.dtype).removeprefix("mlx.core.") for p in parameters if _is_float(p)}
     event(_log, "weights loaded", model=model_id, folder=str(folder))
+    fingerprint = weights_fingerprint(folder)
     return LoadedModel(
         model_id=model_id,
         path=folder,
@@ -174,12 +177,11 @@ def load(
         dtype="+".join(sorted(floats)),
         weight_bytes=weight_bytes,
         vocabulary_digest=digest.result(),
+        fingerprint=fingerprint,
         weights_state=state if weights_state(folder) == state else "",
         angles=angles,
         layout=layout,
-        adapters=AdapterSlots(
-            network, count=adapter_slots, max_rank=adapter_rank, base=weights_fingerprint(folder)
-        )
+        adapters=AdapterSlots(network, count=adapter_slots, max_rank=adapter_rank, base=fingerprint)
         if adapter_slots > 0
         else None,
     )

@@ -167,11 +167,6 @@ class AdapterSlots:
         """Whether a forward with adapters was built since all was waited for."""
 
     @property
-    def base(self) -> str:
-        """The fingerprint of the weights; "" = not known."""
-        return self._base
-
-    @property
     def count(self) -> int:
         """The most adapters at the same time."""
         return self._count

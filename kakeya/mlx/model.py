@@ -125,7 +125,7 @@ class MlxModel:
             forward_costs_s={},
             adapter_slots=loaded.adapters.count if loaded.adapters else 0,
             adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
-            base_fingerprint=loaded.adapters.base if loaded.adapters else "",
+            base_fingerprint=loaded.fingerprint,
             prefill_parts=len(state.cache) if can_split(loaded) else 1,
             kv_block_tokens=blocks.block_tokens if blocks else 0,
             kv_block_bytes=blocks.block_tokens * blocks.row_bytes if blocks else 0,

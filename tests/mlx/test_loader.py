@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from kakeya.core.errors import ConfigError
 from kakeya.mlx.loader import load, resolve_folder, vocabulary_digest
+from kakeya.mlx.model import MlxModel
 from tests.mlx.random_models import EOS, write_model
 
 
@@ -32,6 +33,15 @@ def test_quantized_weights_stay_quantized(tmp_path: Path) -> None:
     assert loaded.quantization == "4bit-g32"
     logits = loaded.forward(mx.array([[1, 2, 3]]), loaded.make_cache())
     assert bool(mx.isfinite(logits).all())
+
+
+def test_the_weights_have_one_name_with_adapters_and_without(tmp_path: Path) -> None:
+    """A node without adapters goes on with the answers of others, too."""
+    folder = str(write_model(tmp_path / "m", "llama"))
+    plain, slotted = load(folder, "m"), load(folder, "m", adapter_slots=2, adapter_rank=4)
+    names = {MlxModel(one, 0.0, False).facts.base_fingerprint for one in (plain, slotted)}
+    assert names == {plain.fingerprint}
+    assert plain.fingerprint
 
 
 def test_generation_config_adds_stop_ids(tmp_path: Path) -> None:

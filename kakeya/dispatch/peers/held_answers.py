@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kakeya.core.errors import CapacityExhausted, NotFound
+from kakeya.core.errors import CapacityExhausted, Conflict, NotFound
 from kakeya.core.figures import Figure, gauge
 from kakeya.core.units import format_bytes
 from kakeya.dispatch.peers.quote import NO_ORIGIN, AnswerOrigin
@@ -61,6 +61,8 @@ class HeldAnswers:
         self._most_bytes = most_bytes
         self._mono = mono
         self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._deleted: OrderedDict[str, float] = OrderedDict()
+        """Answers that were forgotten for their clients, and until when none is held again."""
 
     @property
     def is_on(self) -> bool:
@@ -69,8 +71,11 @@ class HeldAnswers:
 
     def hold(self, copy: pb.AnswerCopy, frames_before: int) -> None:
         """Hold a copy, or what is new of one, as `HoldAnswerRequest` says. Raises NotFound where
-        the frames before are not here, and CapacityExhausted for a copy that has no room."""
+        the frames before are not here, Conflict where the answer was forgotten for its client, and
+        CapacityExhausted for a copy that has no room."""
         self._forget_old()
+        if copy.answer_id in self._deleted:
+            raise Conflict(f"{copy.answer_id[:80]} was deleted by its client")
         known = self._held.get(copy.answer_id)
         if frames_before == 0:
             known = _Held(copy.client, bytearray(), 0, 0.0)
@@ -101,11 +106,12 @@ class HeldAnswers:
         return pb.AnswerCopy.FromString(bytes(known.written))
 
     def forget(self, answer_id: str, client: str) -> bool:
-        """Forget a copy; False = there was none."""
+        """Forget a copy, and hold none of the answer again; False = there was none."""
         known = self._held.get(answer_id)
         if known is None or known.client != client:
             return False
         self._drop(answer_id)
+        self._deleted[answer_id] = self._mono() + KEEP_S
         return True
 
     def figures(self) -> Iterator[Figure]:
@@ -119,6 +125,8 @@ class HeldAnswers:
         now = self._mono()
         while self._held and next(iter(self._held.values())).until_mono <= now:
             self._drop(next(iter(self._held)))
+        while self._deleted and next(iter(self._deleted.values())) <= now:
+            self._deleted.popitem(last=False)
 
     def _drop(self, answer_id: str) -> None:
         gone = self._held.pop(answer_id, None)

@@ -25,7 +25,7 @@ from kakeya.core.figures import Figure, counter
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.dispatch.peers.held_answers import AnswerCopy, HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
-from kakeya.dispatch.peers.quote import NO_ORIGIN, AnswerOrigin, QuotedModel, origin_of
+from kakeya.dispatch.peers.quote import AnswerOrigin, QuotedModel, origin_of
 from kakeya.dispatch.peers.wire import copy_from_wire, copy_to_wire
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.generation.continuation import Continuation
@@ -167,13 +167,12 @@ class CopiedAnswer:
                     return
             if job.has_begun:
                 job.interrupt()
-                self._bind(model)
                 context = model.facts.context_tokens if model.facts else sys.maxsize
                 if (done := job.finish(context, clock.mono())) is not None:
                     self._add(done, model)
                     yield done
                     return
-            async with aclosing(model.decode(job.rest(clock.mono()))) as frames:
+            async with aclosing(self._rest(model, job)) as frames:
                 async for frame in frames:
                     taken = job.take(frame, clock.mono())
                     if isinstance(taken, Tokens | Done):
@@ -189,16 +188,19 @@ class CopiedAnswer:
             self._changed.set()
             self._full.set()
 
-    def _bind(self, model: ServedModel) -> None:
-        """Go on with the weights that began the answer alone."""
-        origin = self._copy.origin
+    def _rest(self, model: ServedModel, job: Continuation) -> AsyncGenerator[Frame, None]:
+        """What follows, by the weights alone that began the answer."""
+        rest, origin = job.rest(self._copies.clock.mono()), self._copy.origin
+        if not job.has_begun:
+            return model.decode(rest)
         if isinstance(model, RoutedModel) and origin.weights:
-            model.origin = origin
-        elif isinstance(model, RoutedModel) or _origin(model).weights != origin.weights:
+            return model.decode(rest, origin)
+        if isinstance(model, RoutedModel) or _origin(model).weights != origin.weights:
             raise Conflict(
                 f"the weights of {model.model_id} on this node are not those that began "
                 f"{self._copy.answer_id}; ask a node that has them"
             )
+        return model.decode(rest)
 
     def _add(self, frame: Tokens | Done, model: ServedModel) -> None:
         if not self._copy.origin.weights:
@@ -254,6 +256,9 @@ class CopiedAnswer:
                 self._copies.held.hold(copy_to_wire(copy, before), before)
             else:
                 await self._copies.peers.calls(peer).hold_answer(copy, before)
+        except Conflict:  # its client had it forgotten
+            self._held, self._whole_left = None, 0
+            return True
         except KakeyaError as failure:
             self._held = None
             if peer is not None:
@@ -265,7 +270,7 @@ class CopiedAnswer:
 
 def _origin(model: ServedModel) -> AnswerOrigin:
     if isinstance(model, RoutedModel):
-        return model.origin or NO_ORIGIN
+        return model.began_with
     return origin_of(model.facts, model.adapter_digest if isinstance(model, QuotedModel) else "")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
-from kakeya.dispatch.peers.quote import AnswerOrigin, QuotedModel
+from kakeya.dispatch.peers.quote import NO_ORIGIN, AnswerOrigin, QuotedModel
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.route import ELSEWHERE, RequestRoute, offering
 from kakeya.dispatch.routing.decision import RouteDecision
@@ -55,9 +55,8 @@ class RoutedModel:
         self._clock = history.clock
         self._told: ModelFacts | None = None
         """The facts that its caller has: the requests are in these tokens."""
-        self.origin: AnswerOrigin | None = None
-        """What began an answer elsewhere: nodes with other weights are not chosen. Later, that of
-        its last answer."""
+        self.began_with = NO_ORIGIN
+        """What its last answer began with."""
         self.decisions: list[RouteDecision] = []
         """Of its generations, in order."""
 
@@ -127,8 +126,11 @@ class RoutedModel:
                 raise
             return await own.ready(timeout_s, priority)
 
-    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Frame, None]:
-        """See `ServedModel`. Raises the failure of the last node where no other can go on."""
+    async def decode(
+        self, request: DecodeRequest, origin: AnswerOrigin | None = None
+    ) -> AsyncGenerator[Frame, None]:
+        """See `ServedModel`. `origin` is what the answer began with elsewhere: nodes with other
+        weights are not chosen. Raises the failure of the last node where no other can go on."""
         clock = self._clock
         job = Continuation(request, clock.mono())
         facts = self.facts
@@ -139,7 +141,7 @@ class RoutedModel:
             facts,
             self._peers,
             self._history,
-            origin=self.origin,
+            origin=origin,
         )
         while True:
             decision, told = await route.decide(job)
@@ -153,7 +155,7 @@ class RoutedModel:
                         if isinstance(taken, Tokens):
                             self._history.ledger.first_token(key, clock.mono())
                             route.began_at(decision.node_id)
-                            self.origin = route.origin
+                            self.began_with = route.origin or NO_ORIGIN
                         if taken is not None:
                             yield _told(taken, route)
                         if isinstance(taken, Done):

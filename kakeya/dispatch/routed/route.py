@@ -168,7 +168,7 @@ class RequestRoute:
         now = self._clock.mono()
         if self._since_mono is None:
             self._since_mono = now
-        until_mono = self._since_mono + self._patience_s(job, job.rest(now))
+        until_mono = self._since_mono + self._patience_s(job.rest(now))
         while True:
             rest = job.rest(self._clock.mono())
             told = self._told(rest)
@@ -183,7 +183,7 @@ class RequestRoute:
                     pause_s = max(RETRY_S, failure.retry_after_s or 0.0)
                 if self._clock.mono() + pause_s - RETRY_S >= until_mono:
                     raise failure from None
-                if job.has_begun:
+                if self.origin is not None:
                     await self._learn_weights(rest.priority, until_mono)
                 await self._clock.sleep(pause_s)
                 continue
@@ -202,10 +202,9 @@ class RequestRoute:
                 await calls.describe(self._model_id, self._client, left_s, priority)
                 return
 
-    def _patience_s(self, job: Continuation, rest: DecodeRequest) -> float:
+    def _patience_s(self, rest: DecodeRequest) -> float:
         """How long to wait for a node, at most until the request's deadline."""
-        has_begun = job.has_begun or rest.prompt_tokens > 0
-        if not (has_begun or isinstance(self._last, PeerError | ModelLoading)):
+        if self.origin is None and not isinstance(self._last, PeerError | ModelLoading):
             return 0.0
         return RESUME_S if rest.deadline_s is None else min(RESUME_S, rest.deadline_s)
 

@@ -180,6 +180,20 @@ async def test_a_routed_model_goes_on_at_nodes_with_the_weights_alone() -> None:
     assert second.fleet.tries == ["right"]
 
 
+async def test_no_copy_of_an_answer_that_was_deleted_comes_again() -> None:
+    fleet = CopyFleet("front", "left", "right")
+    copies, copy, got = fleet.at("front"), new(), 0
+    async with aclosing(copies.begin(copy).decode(QuotedToy(), copy.request)) as frames:
+        async for frame in frames:
+            got += count([frame])
+            if got == 20:
+                assert await fleet.at("right").forget("resp_1", "")
+    for _ in range(100):  # the sender comes to its end
+        await asyncio.sleep(0)
+    assert await fleet.at("left").find("resp_1", "") is None
+    assert await fleet.at("front").find("resp_1", "") is None
+
+
 async def test_copies_are_forgotten_everywhere() -> None:
     fleet = CopyFleet("front", "left", "right")
     await take(fleet.at("front"), new(), QuotedToy())

@@ -244,6 +244,14 @@ async def test_before_the_first_token_any_weights_will_do() -> None:
     assert shelf.fleet.tries == ["left", "right"]
 
 
+async def test_an_answer_binds_no_other_one_of_its_request_to_its_weights() -> None:
+    shelf = Shelf(["left"])
+    model = shelf.routed()
+    assert ids([frame async for frame in model.decode(asked())]) == expected(PROMPT, 9)[0]
+    shelf.told("left", base_fingerprint="another quantization")
+    assert ids([frame async for frame in model.decode(asked())]) == expected(PROMPT, 9)[0]
+
+
 async def test_a_node_with_other_numerics_goes_on() -> None:
     shelf = Shelf()
     shelf.told("right", kv_exactness="another processor", mlx_version="9")

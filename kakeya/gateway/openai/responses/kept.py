@@ -22,8 +22,8 @@ from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openai.share_params import share_of
 
 
-class KeptResponse:
-    """GET: the ASGI application behind the path."""
+class StoredResponses:
+    """GET: the ASGI application behind the path; DELETE, and POST .../cancel."""
 
     def __init__(
         self,
@@ -63,20 +63,6 @@ class KeptResponse:
             "streamed, is older than ten minutes, or was asked for with resumable false",
             param="stream",
         )
-
-
-class StoredResponses:
-    """DELETE, and POST .../cancel."""
-
-    def __init__(
-        self,
-        store: ResponseStore,
-        background: BackgroundResponses,
-        resumable: ResumableResponses,
-    ) -> None:
-        self._store = store
-        self._background = background
-        self._resumable = resumable
 
     async def delete(self, request: Request) -> Response:
         """Forget a response. Raises NotFound."""
