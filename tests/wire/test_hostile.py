@@ -206,9 +206,8 @@ async def test_a_message_beyond_the_limit_is_refused_unread(
     assert weighed[-1]["worst_stall_s"] <= STALL_S
 
 
-async def gone(readers: list[asyncio.StreamReader], limit_s: float) -> float:
-    """Wait for the other side to close all; return how long that took."""
-    began = time.monotonic()
+async def gone(readers: list[asyncio.StreamReader], limit_s: float) -> None:
+    """Wait for the other side to close all."""
 
     async def closed(reader: asyncio.StreamReader) -> None:
         try:
@@ -219,7 +218,6 @@ async def gone(readers: list[asyncio.StreamReader], limit_s: float) -> float:
 
     async with asyncio.timeout(limit_s):
         await asyncio.gather(*(closed(reader) for reader in readers))
-    return time.monotonic() - began
 
 
 @asynccontextmanager
@@ -268,24 +266,24 @@ def percentile(values: list[float], share: float) -> float:
 
 
 served = pytest.mark.parametrize(
-    ("share", "limit_s"),
+    ("share", "limit_s", "slack"),
     [
-        pytest.param(0.5, 0.5, id="median, on any machine"),
-        pytest.param(0.99, 0.01, id="p99 on a quiet machine", marks=pytest.mark.slow),
+        pytest.param(0.5, 0.5, 10, id="median, on any machine"),
+        pytest.param(0.99, 0.01, 1, id="p99 on a quiet machine", marks=pytest.mark.slow),
     ],
 )
 
 
 @served
 async def test_silent_sockets_are_closed_and_cost_others_nothing(
-    fleet: Fleet, child: Child, share: float, limit_s: float
+    fleet: Fleet, child: Child, share: float, limit_s: float, slack: int
 ) -> None:
     """Row 24: 400 connections that never say a word, at a handshake limit of 3 s."""
     async with (
         dial(child.tls, fleet.issue()[1], fleet.any_member) as channel,
         connections(child.tls, 400) as readers,
     ):
-        closing = asyncio.ensure_future(gone(readers, 60))
+        closing = asyncio.ensure_future(gone(readers, 6 * slack))
         waits_s = await ask_until(closing.done, channel)
         await closing
     assert len(waits_s) > 5
@@ -298,7 +296,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0
 
 @served
 async def test_connections_without_calls_are_closed_after_the_idle_time(
-    fleet: Fleet, child: Child, tmp_path: Path, share: float, limit_s: float
+    fleet: Fleet, child: Child, tmp_path: Path, share: float, limit_s: float, slack: int
 ) -> None:
     """Row 24: 200 connections of a member that open HTTP/2 and then rest; idle limit 3 s."""
     context = client_context(tmp_path, fleet.issue()[1])
@@ -306,7 +304,7 @@ async def test_connections_without_calls_are_closed_after_the_idle_time(
         dial(child.tls, fleet.issue()[1], fleet.any_member) as channel,
         connections(child.tls, 200, context, PREFACE) as readers,
     ):
-        closing = asyncio.ensure_future(gone(readers, 60))
+        closing = asyncio.ensure_future(gone(readers, 10 * slack))
         waits_s = await ask_until(closing.done, channel)
         await closing
     assert percentile(waits_s, share) <= limit_s

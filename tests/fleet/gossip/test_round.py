@@ -269,16 +269,22 @@ async def test_a_cancelled_round_ends_as_cancelled() -> None:
             await started
 
 
-async def test_a_hung_round_keeps_its_deadline_and_hung_peers_do_not_delay_a_good_one() -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "slack"), [pytest.param(5.0, 1, marks=pytest.mark.slow), (6.0, 10)]
+)
+async def test_a_hung_round_keeps_its_deadline_and_hung_peers_do_not_delay_a_good_one(
+    timeout_s: float, slack: int
+) -> None:
     """RELIABILITY row 31: 24 hung and one good peer."""
     async with contextlib.AsyncExitStack() as stack:
         hung = [await stack.enter_async_context(_hung_peer()) for _ in range(24)]
         a = await stack.enter_async_context(running_node("a"))
         good = await stack.enter_async_context(running_node("good"))
-        task = asyncio.create_task(a.exchange(*hung, good.address, timeout_s=6.0))
-        await until(lambda: "good" in a.known())
+        task = asyncio.create_task(a.exchange(*hung, good.address, timeout_s=timeout_s))
+        merged_s = await until(lambda: "good" in a.known())
         assert not task.done(), "it waited for the others"
-        done = await asyncio.wait_for(task, 60)
+        assert merged_s <= 1.0 * slack
+        done = await asyncio.wait_for(task, 6.0 * slack - merged_s)
         assert len(done.errors) == 24
         codes = {outcome.error_code for outcome in done.outcomes[:24]}
         assert codes <= {"unavailable", "deadline_exceeded"}
