@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
+
+import openai
 
 from kakeya.cli import child
 from kakeya.node.datadir import FINDINGS
@@ -87,3 +90,43 @@ async def drafter_node(folder: Path, verifier: NodeProcess) -> AsyncIterator[Nod
             lambda: wanted in str(verifier.api.get("/api/v1/fleet")["plan"]),
         )
         yield node
+
+
+class Shelf:
+    """A front node without the model, and two that serve it."""
+
+    def __init__(self, front: NodeProcess, minis: dict[str, NodeProcess]) -> None:
+        self.front = front
+        self.minis = minis
+
+    def routed(self) -> Counter[str]:
+        """How many generations went to each node."""
+        return Counter(self.front.api.get("/api/v1/status")["routes"]["by_node"])
+
+
+@asynccontextmanager
+async def shelf_of(folder: Path, model: str, *flags: str) -> AsyncIterator[Shelf]:
+    """The nodes `left` and `right` with a model, and one that passes requests on to them."""
+    async with AsyncExitStack() as stack:
+        front = await stack.enter_async_context(
+            NodeProcess(folder / "front", "--node-id", "front", "--proposer", "ngram", *QUICK)
+        )
+        minis = {}
+        for name in ("left", "right"):
+            own = ("--node-id", name, "--model", model, "--peer", front.grpc, *QUICK, *flags)
+            minis[name] = await stack.enter_async_context(NodeProcess(folder / name, *own))
+        await eventually(
+            "the front hears of both models",
+            lambda: [model in offers(card) for card in seen_by(front).values()].count(True) == 2,
+        )
+        yield Shelf(front, minis)
+
+
+def client_of(node: NodeProcess, name: str = "") -> openai.AsyncOpenAI:
+    """An OpenAI client of a node, which may call itself by a name."""
+    return openai.AsyncOpenAI(
+        base_url=f"http://{node.http}/v1",
+        api_key="none",
+        max_retries=0,
+        default_headers={"x-kakeya-client": name} if name else {},
+    )

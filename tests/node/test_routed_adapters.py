@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anthropic
@@ -17,8 +15,7 @@ import pytest
 import pytest_asyncio
 
 from kakeya.sessions.client import Client
-from tests.node.nodes import QUICK, VERIFIER, NodeProcess, run_cli, seen_by
-from tests.waiting import eventually
+from tests.node.nodes import VERIFIER, NodeProcess, Shelf, client_of, run_cli, shelf_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 TRAINED = Path(__file__).parents[1] / "adapters" / "trained"
@@ -32,59 +29,27 @@ async def add(folder: Path, name: str, *more: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-class Shelf:
-    """The front node, and those with adapters by name."""
-
-    def __init__(self, front: NodeProcess, minis: dict[str, NodeProcess]) -> None:
-        self.front = front
-        self.minis = minis
-
-    def client(self, node: NodeProcess, name: str = "") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=f"http://{node.http}/v1",
-            api_key="none",
-            max_retries=0,
-            default_headers={"x-kakeya-client": name} if name else {},
+async def text(node: NodeProcess, model: str, tokens: int = 24) -> str:
+    async with client_of(node) as client:
+        answer = await client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=tokens, temperature=0
         )
-
-    def routed(self) -> Counter[str]:
-        """How many generations went to each node."""
-        return Counter(self.front.api.get("/api/v1/status")["routes"]["by_node"])
-
-    async def text(self, node: NodeProcess, model: str, tokens: int = 24) -> str:
-        async with self.client(node) as client:
-            answer = await client.completions.create(
-                model=model, prompt=PROMPT, max_tokens=tokens, temperature=0
-            )
-        return answer.choices[0].text
+    return answer.choices[0].text
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf]:
     folder = tmp_path_factory.mktemp("shelf")
-    async with AsyncExitStack() as stack:
-        front = await stack.enter_async_context(
-            NodeProcess(folder / "front", "--node-id", "front", "--proposer", "ngram", *QUICK)
-        )
-        minis = {}
-        for name in ("left", "right"):
-            flags = ["--node-id", name, "--model", VERIFIER, "--peer", front.grpc, *QUICK]
-            minis[name] = await stack.enter_async_context(NodeProcess(folder / name, *flags))
+    async with shelf_of(folder, VERIFIER) as nodes:
+        for name in nodes.minis:
             await add(folder / name, "recipe")
         await add(folder / "left", "letter")
         await add(folder / "right", "march", "--owner", "ann")
-        await eventually(
-            "the front hears of both models",
-            lambda: (
-                [VERIFIER in str(card["models"]) for card in seen_by(front).values()].count(True)
-                == 2
-            ),
-        )
-        yield Shelf(front, minis)
+        yield nodes
 
 
 async def names(shelf: Shelf, client: str = "") -> dict[str, str | None]:
-    async with shelf.client(shelf.front, client) as asking:
+    async with client_of(shelf.front, client) as asking:
         return {one.id: getattr(one, "parent", None) async for one in asking.models.list()}
 
 
@@ -95,25 +60,25 @@ async def test_adapters_of_neighbours_are_listed_for_the_clients_that_may_name_t
     assert await names(shelf) == public
     assert await names(shelf, "ann") == public | {f"{VERIFIER}:march": VERIFIER}
     with pytest.raises(openai.PermissionDeniedError):
-        await shelf.text(shelf.front, f"{VERIFIER}:march")
+        await text(shelf.front, f"{VERIFIER}:march")
     with pytest.raises(openai.NotFoundError):
-        await shelf.text(shelf.front, f"{VERIFIER}:none")
+        await text(shelf.front, f"{VERIFIER}:none")
 
 
 async def test_an_adapter_of_a_neighbour_answers_in_every_dialect(shelf: Shelf) -> None:
     front, left = shelf.front, shelf.minis["left"]
-    plain = await shelf.text(left, VERIFIER)
+    plain = await text(left, VERIFIER)
     for model in (BOTH, ONE):
-        here = await shelf.text(left, model)
+        here = await text(left, model)
         assert here != plain
-        assert await shelf.text(front, model) == here
+        assert await text(front, model) == here
     # A node with the model takes what only its neighbour has the adapter for.
-    assert await shelf.text(shelf.minis["right"], ONE) == await shelf.text(left, ONE)
+    assert await text(shelf.minis["right"], ONE) == await text(left, ONE)
 
     story = [{"role": "user", "content": PROMPT}]
     said = []
     for node in (left, front):
-        async with shelf.client(node) as client:
+        async with client_of(node) as client:
             chat = await client.chat.completions.create(
                 model=BOTH,
                 messages=story,  # type: ignore[arg-type]
@@ -153,9 +118,9 @@ async def test_an_answer_with_an_adapter_goes_on_at_a_node_with_the_same_adapter
     shelf: Shelf,
 ) -> None:
     """Last in this file: one node is gone afterwards."""
-    whole = await shelf.text(shelf.front, BOTH, tokens=400)
+    whole = await text(shelf.front, BOTH, tokens=400)
     before, got, lost = shelf.routed(), "", ""
-    async with shelf.client(shelf.front) as client:
+    async with client_of(shelf.front) as client:
         stream = await client.completions.create(
             model=BOTH, prompt=PROMPT, max_tokens=400, temperature=0, stream=True
         )

@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import pytest_asyncio
 
 import kakeya
 from kakeya.sessions.client import Client
-from tests.node.nodes import QUICK, NodeProcess, run_cli, seen_by
+from tests.node.nodes import NodeProcess, Shelf, client_of, run_cli, shelf_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,23 +27,16 @@ FEW = 1
 STORY = [{"role": "user", "content": "Tell me about the sea."}]
 
 
-class Shelf:
-    """A front node with no model of its own, and two that serve one."""
+class OneModelShelf(Shelf):
+    """With a client of its front node."""
 
     def __init__(self, front: NodeProcess, minis: dict[str, NodeProcess]) -> None:
-        self.front = front
-        self.minis = minis
-        self.openai = openai.AsyncOpenAI(
-            base_url=f"http://{front.http}/v1", api_key="none", max_retries=0
-        )
+        super().__init__(front, minis)
+        self.openai = client_of(front)
 
     async def chat(self, **more: Any) -> openai.types.chat.ChatCompletion:
         asked: dict[str, Any] = {"model": MODEL, "messages": STORY, "max_tokens": 24} | more
         return await self.openai.chat.completions.create(temperature=0, **asked)
-
-    def routed(self) -> Counter[str]:
-        """How many generations went to each node."""
-        return Counter(self.front.api.get("/api/v1/status")["routes"]["by_node"])
 
     def busy(self) -> list[str]:
         """The nodes that decode now."""
@@ -57,27 +48,12 @@ class Shelf:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf]:
+async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OneModelShelf]:
     folder = tmp_path_factory.mktemp("shelf")
-    async with AsyncExitStack() as stack:
-        front = await stack.enter_async_context(
-            NodeProcess(folder / "front", "--node-id", "front", "--proposer", "ngram", *QUICK)
-        )
-        minis = {}
-        config = folder / "minis.toml"
-        config.write_text(f'[models."{MODEL}"]\nmax_tokens = {FEW}\n')
-        for name in ("left", "right"):
-            flags = ["--node-id", name, "--model", MODEL, "--peer", front.grpc, *QUICK]
-            flags += ["--config", str(config)]
-            node = NodeProcess(folder / name, *flags)
-            minis[name] = await stack.enter_async_context(node)
-        await eventually(
-            "the front hears of both models",
-            lambda: (
-                [MODEL in str(card["models"]) for card in seen_by(front).values()].count(True) == 2
-            ),
-        )
-        found = Shelf(front, minis)
+    config = folder / "minis.toml"
+    config.write_text(f'[models."{MODEL}"]\nmax_tokens = {FEW}\n')
+    async with shelf_of(folder, MODEL, "--config", str(config)) as nodes:
+        found = OneModelShelf(nodes.front, nodes.minis)
         async with found.openai:
             yield found
 
@@ -90,7 +66,7 @@ def endless() -> dict[str, int]:
 
 
 async def test_what_the_owner_says_of_a_model_counts_at_each_node_from_the_first_request_on(
-    shelf: Shelf,
+    shelf: OneModelShelf,
 ) -> None:
     """First in this file: the front has heard nothing of the model but its name."""
     said = await shelf.openai.chat.completions.create(model=MODEL, messages=STORY)
@@ -99,13 +75,11 @@ async def test_what_the_owner_says_of_a_model_counts_at_each_node_from_the_first
 
 
 async def test_every_dialect_is_answered_by_a_neighbour_as_by_the_model_itself(
-    shelf: Shelf,
+    shelf: OneModelShelf,
 ) -> None:
     assert [model.id async for model in shelf.openai.models.list()] == [MODEL]
     here = await shelf.chat(n=2)
-    async with openai.AsyncOpenAI(
-        base_url=f"http://{shelf.minis['left'].http}/v1", api_key="none", max_retries=0
-    ) as own:
+    async with client_of(shelf.minis["left"]) as own:
         there = await own.chat.completions.create(
             model=MODEL, messages=STORY, max_tokens=24, temperature=0, n=2
         )
@@ -138,7 +112,9 @@ async def test_every_dialect_is_answered_by_a_neighbour_as_by_the_model_itself(
         assert len([token async for token in session.generate(8)]) == 8
 
 
-async def test_a_call_is_forced_and_logprobs_are_told_through_a_neighbour(shelf: Shelf) -> None:
+async def test_a_call_is_forced_and_logprobs_are_told_through_a_neighbour(
+    shelf: OneModelShelf,
+) -> None:
     function = {
         "name": "get_weather",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -153,7 +129,7 @@ async def test_a_call_is_forced_and_logprobs_are_told_through_a_neighbour(shelf:
     assert len(told.choices[0].logprobs.content or []) > 1
 
 
-async def test_explain_names_the_node_and_why(shelf: Shelf) -> None:
+async def test_explain_names_the_node_and_why(shelf: OneModelShelf) -> None:
     answer = await shelf.chat()
     explained = shelf.front.api.get(f"/api/v1/requests/{answer.id}")
     (route,) = explained["routes"]
@@ -164,7 +140,7 @@ async def test_explain_names_the_node_and_why(shelf: Shelf) -> None:
     assert f"node     {route['node']}: " in said.stdout
 
 
-async def test_a_client_that_leaves_ends_its_answer_on_the_neighbour(shelf: Shelf) -> None:
+async def test_a_client_that_leaves_ends_its_answer_on_the_neighbour(shelf: OneModelShelf) -> None:
     stream = await shelf.openai.chat.completions.create(
         model=MODEL,
         messages=STORY,
@@ -176,7 +152,7 @@ async def test_a_client_that_leaves_ends_its_answer_on_the_neighbour(shelf: Shel
     await eventually("no node decodes any more", lambda: not shelf.busy())
 
 
-async def test_a_client_goes_on_with_its_response_at_another_node(shelf: Shelf) -> None:
+async def test_a_client_goes_on_with_its_response_at_another_node(shelf: OneModelShelf) -> None:
     asked: dict[str, Any] = {
         "model": MODEL,
         "input": STORY[0]["content"],
@@ -198,16 +174,16 @@ async def test_a_client_goes_on_with_its_response_at_another_node(shelf: Shelf) 
     await stream.close()
     for node in (shelf.minis["left"], shelf.minis["right"], shelf.front):
         rest = ""
-        async with openai.AsyncOpenAI(
-            base_url=f"http://{node.http}/v1", api_key="none", max_retries=0
-        ) as other:
+        async with client_of(node) as other:
             events = await other.responses.retrieve(response_id, stream=True, starting_after=number)
             async for event in events:
                 rest += event.delta if event.type == "response.output_text.delta" else ""
         assert said + rest == whole.output_text, node.node_id
 
 
-async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(shelf: Shelf) -> None:
+async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(
+    shelf: OneModelShelf,
+) -> None:
     """Last in this file: one of the nodes is gone after it."""
     asked: dict[str, Any] = {
         "model": MODEL,
@@ -230,7 +206,7 @@ async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(shelf
     assert shelf.front.api.get("/api/v1/status")["routes"]["moved"] == 1
 
 
-async def test_a_drained_node_ends_its_answers_and_takes_no_new_ones(shelf: Shelf) -> None:
+async def test_a_drained_node_ends_its_answers_and_takes_no_new_ones(shelf: OneModelShelf) -> None:
     """After the test before it, which leaves one node: that one goes too."""
     (name,) = [one for one, node in shelf.minis.items() if node.is_running]
     node = shelf.minis[name]
