@@ -1,4 +1,4 @@
-"""What engines of the tests found out about their models: the first one of a run checks a model.
+"""The findings of the tests' engines about their models: the first one of a run checks a model.
 
 The speeds are made up. Without any, an engine measures them again and again in vain: beside other
 tests it believes no time.

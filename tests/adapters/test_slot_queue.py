@@ -105,7 +105,7 @@ async def test_who_got_another_slot_needs_nobody_to_yield_any_more(tmp_path: Pat
         running.release()
 
 
-async def test_who_got_no_slot_is_told_when_one_is_expected_by_those_that_came_free(
+async def test_a_refused_request_is_told_when_a_slot_is_expected_by_those_that_came_free(
     tmp_path: Path,
 ) -> None:
     async with moved_by_hand(tmp_path, slots=1) as (node, clock):

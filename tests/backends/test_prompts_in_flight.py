@@ -1,4 +1,4 @@
-"""What a node tells of the requests that it has, where a prompt like theirs is to be routed."""
+"""The requests in flight that a node tells of, where a prompt like theirs is to be routed."""
 
 from __future__ import annotations
 

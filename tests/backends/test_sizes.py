@@ -1,4 +1,4 @@
-"""What a node lends its models, and its budget."""
+"""The leases of a node's models, and its budget."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_model_of_unknown_layers_gets_a_guess_within_the_budget() -> None:
     occupied=st.none() | st.integers(0, 30_000),
     free=st.integers(-1000, 30_000),
 )
-def test_what_is_lent_holds_the_engine_and_stays_within_what_is_free(
+def test_a_lease_holds_the_engine_and_stays_within_the_free_memory(
     base: int, kv: int, occupied: int | None, free: int
 ) -> None:
     size = LeaseSize(estimate(base, 1), kv)

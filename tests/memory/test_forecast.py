@@ -135,7 +135,7 @@ def test_a_wait_for_a_model_in_use_is_told_from_the_end_of_its_use_and_the_load(
     ),
 )
 @settings(deadline=None, max_examples=40)
-def test_whatever_waits_is_told_when_it_comes(
+def test_models_that_wait_are_told_when_they_come(
     uses: list[float], asks: list[tuple[str, RequestPriority]]
 ) -> None:
     """Of several models in turn, by the rules of the arbiter: ageing, turns, drains."""

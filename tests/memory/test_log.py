@@ -1,4 +1,4 @@
-"""What is told of the memory of a node, and for how long."""
+"""The log of a node's memory: its lines, and how long it keeps them."""
 
 from __future__ import annotations
 

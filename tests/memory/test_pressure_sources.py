@@ -21,7 +21,7 @@ def test_levels_are_known_by_their_names_and_by_those_of_systems() -> None:
 
 
 async def test_a_node_presses_when_it_occupies_more_than_its_budget_not_by_one_lease() -> None:
-    """What an engine occupies above its own lease is its own matter while the budget holds."""
+    """An engine may occupy more than its own lease while the budget holds."""
 
     def ledger(committed: int, unfilled: int) -> Snapshot:
         return Snapshot(
@@ -46,7 +46,7 @@ async def test_a_node_presses_when_it_occupies_more_than_its_budget_not_by_one_l
 
 
 @pytest.mark.parametrize("at", ["before", "planned", "loading", "bounded", "after"])
-async def test_what_there_is_to_spare_after_a_load_does_not_depend_on_when_it_was_read(
+async def test_spare_bytes_after_a_load_do_not_depend_on_when_they_were_read(
     at: str,
 ) -> None:
     """A load counts once, as what is lent or as what is occupied, never as both."""

@@ -62,7 +62,7 @@ def test_a_copy_grows_and_is_found_whole(held: HeldAnswers) -> None:
     assert (copy.request.kv_key, copy.request.client) == ("", ""), "those of the other node"
 
 
-def test_what_is_new_of_an_unknown_copy_is_refused(held: HeldAnswers) -> None:
+def test_new_frames_of_an_unknown_copy_are_refused(held: HeldAnswers) -> None:
     with pytest.raises(NotFound):
         hold(held, copy_of(tokens(1)), 1)
     hold(held, copy_of(tokens(1)))

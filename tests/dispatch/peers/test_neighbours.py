@@ -323,7 +323,7 @@ async def test_a_description_brings_the_text_once_for_two_requests_at_once(
     assert front.peers.known("toy") == told[0]
 
 
-async def test_what_the_owner_of_a_model_changes_is_heard_of_after_a_while(
+async def test_changes_by_the_owner_of_a_model_are_heard_of_after_a_while(
     front: Front, minis: dict[str, ServingNode]
 ) -> None:
     toy(minis["left"]).manifest = Manifest(max_tokens=5)

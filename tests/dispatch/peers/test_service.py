@@ -378,14 +378,7 @@ async def test_the_first_frames_say_what_computes_them(node: ServingNode, model:
 async def test_a_quote_tells_how_a_request_would_be_served(
     node: ServingNode, model: QuotedToy
 ) -> None:
-    model.load = RequestLoad(
-        answers=(
-            0,
-            0,
-        ),
-        waiting=1,
-        waiting_tokens=300,
-    )
+    model.load = RequestLoad(answers=(0, 0), waiting=1, waiting_tokens=300)
     model.held = 2
     quote = await node.calls.quote("toy", "", PROMPT, (1,), 5.0)
     assert (quote.is_ready, quote.load, quote.cached_tokens) == (True, model.load, 2)

@@ -43,7 +43,7 @@ async def test_the_estimates_are_made_of_quotes() -> None:
     assert left.wait_s == pytest.approx(0.5 * (1 + 0.01 * 1000 / 128))
 
 
-async def test_what_other_nodes_sent_counts_by_the_rates_that_a_node_tells() -> None:
+async def test_requests_of_other_nodes_count_by_the_rates_that_a_node_tells() -> None:
     """This node sent nothing, and knows of no request."""
     shelf = Shelf()
     left = shelf.node("left").model

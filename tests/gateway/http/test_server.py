@@ -69,7 +69,7 @@ async def test_running_requests_get_their_grace_and_no_more(folder, grace_s, is_
         await running.stop(grace_s)
 
 
-async def test_a_closed_port_takes_nothing_and_what_runs_ends_without_a_limit(folder):
+async def test_a_closed_port_takes_nothing_and_running_requests_end_without_a_limit(folder):
     model = ToyModel(folder, pace=Pace(step_s=0.05))
     async with listening(model) as (http, running):
         host, port = http.base_url.host, http.base_url.port

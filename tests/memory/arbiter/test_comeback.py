@@ -20,7 +20,7 @@ def test_a_model_comes_back_when_it_was_calm_for_a_while() -> None:
     assert comeback.may(KEY, 1000.0 + CALM_S)
 
 
-def test_who_is_taken_again_and_again_comes_back_later_each_time() -> None:
+def test_a_model_that_is_taken_again_and_again_comes_back_later_each_time() -> None:
     comeback, now, pauses = Comeback(), 0.0, []
     for _ in range(9):
         comeback.pressed(PressureLevel.LOW, now)

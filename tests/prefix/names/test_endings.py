@@ -98,7 +98,7 @@ USES = st.lists(st.tuples(st.sampled_from(["find", "keep"]), KEYS, st.booleans()
 def test_batch_requests_change_nothing_for_others(
     rows: int, uses: list[tuple[str, str, bool]]
 ) -> None:
-    """What others find is what they would find if there were no batch requests at all, or more."""
+    """Others find no less than if there were no batch requests at all."""
     both, alone = Endings(rows * SIZE), Endings(rows * SIZE)
     for what, key, is_batch in uses:
         block_class = BlockClass.BATCH if is_batch else BlockClass.USER

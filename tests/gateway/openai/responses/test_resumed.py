@@ -78,7 +78,7 @@ def id_of(got: list[ResponseStreamEvent]) -> str:
 
 
 def shown(events: list[ResponseStreamEvent]) -> list[Any]:
-    """What is equal wherever an event is told: all but the ids of responses and their costs."""
+    """The parts of events that are equal at all nodes: all but ids of responses and their costs."""
     bodies = [event.model_dump() for event in events]
     for body in bodies:
         if response := body.get("response"):
@@ -120,7 +120,7 @@ async def test_a_node_alone_goes_on_with_what_its_client_lost_the_connection_to(
         assert shown(got + await rest_of(served, got)) == shown(whole)
 
 
-async def test_a_call_keeps_its_id_and_thoughts_their_place(folder: Path) -> None:
+async def test_a_call_keeps_its_id_and_the_text_before_it_its_place(folder: Path) -> None:
     script = 'Let me see.<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
     one, two = (ToyModel(folder, script=script, pace=ONE_AT_A_TIME) for _ in range(2))
     async with pair(one, two) as nodes:
