@@ -270,7 +270,7 @@ async def test_a_cancelled_round_ends_as_cancelled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "slack"), [pytest.param(5.0, 1, marks=pytest.mark.slow), (6.0, 10)]
+    ("timeout_s", "slack"), [pytest.param(5.0, 1, marks=pytest.mark.slow), (3.0, 10)]
 )
 async def test_a_hung_round_keeps_its_deadline_and_hung_peers_do_not_delay_a_good_one(
     timeout_s: float, slack: int
@@ -288,6 +288,7 @@ async def test_a_hung_round_keeps_its_deadline_and_hung_peers_do_not_delay_a_goo
         assert len(done.errors) == 24
         codes = {outcome.error_code for outcome in done.outcomes[:24]}
         assert codes <= {"unavailable", "deadline_exceeded"}
+        assert "deadline_exceeded" in codes, "no round waited for its deadline"
 
 
 async def test_a_conflicting_node_id_is_reported_and_the_own_card_stays() -> None:
@@ -340,12 +341,13 @@ async def _bytes_peer(answer: bytes) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def _hung_peer() -> AsyncIterator[str]:
-    """A listener that accepts and never says a word."""
+    """A listener that opens HTTP/2 and says no word more; without that gRPC gives up by itself."""
     writers: list[asyncio.StreamWriter] = []
 
     async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
         with contextlib.suppress(ConnectionError):
+            writer.write(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))  # empty settings
             await reader.read()
 
     server = await asyncio.start_server(swallow, "127.0.0.1", 0)
