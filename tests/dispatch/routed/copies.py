@@ -26,10 +26,18 @@ class CopyFleet:
         self.fails: dict[str, KakeyaError] = {}
         self.sent: list[tuple[str, int]] = []
         """The node, and the frames before, of each message."""
+        self._made: list[AnswerCopies] = []
 
     def at(self, name: str) -> AnswerCopies:
         """The copies as one node sees them."""
-        return AnswerCopies(CopyPeers(self, name), self.held[name], self.clock)  # type: ignore[arg-type]
+        copies = AnswerCopies(CopyPeers(self, name), self.held[name], self.clock)  # type: ignore[arg-type]
+        self._made.append(copies)
+        return copies
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether tokens are on their way."""
+        return any(copies._sending for copies in self._made)
 
 
 @dataclass

@@ -155,6 +155,7 @@ async def test_a_node_of_an_older_build_serves_and_holds_nothing(kind: type[Kake
     await found(fleet, "right", 30)
     assert isinstance(peers, CopyPeers)
     assert peers.failures == []
+    assert [name for name, _ in fleet.sent].count("left") == 1, "it was asked, and not again"
 
 
 async def test_other_weights_do_not_go_on() -> None:

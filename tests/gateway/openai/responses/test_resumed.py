@@ -10,14 +10,14 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import ResponseStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
 
 from kakeya.core.clock import SystemClock
 from kakeya.dispatch.profiles import ProfileSpec
 from kakeya.dispatch.registry import TaskRegistry
 from tests.dispatch.routed.copies import CopyFleet
 from tests.gateway.toy import Pace, Served, ToyModel, make_folder, serving
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 SAID = "Hello there, how are you today? I am well, thank you. " * 3
 ASKED: dict[str, Any] = {"model": "toy", "input": "hi"}
@@ -70,6 +70,14 @@ async def rest_of(served: Served, got: list[ResponseStreamEvent]) -> list[Respon
         id_of(got), stream=True, starting_after=got[-1].sequence_number
     )
     return [event async for event in stream]
+
+
+async def completed(served: Served, response_id: str) -> Response:
+    """The response of a client that asks until it is complete."""
+    async with asyncio.timeout(LIMIT_S):
+        while (seen := await served.openai.responses.retrieve(response_id)).status != "completed":
+            await asyncio.sleep(0.01)
+    return seen
 
 
 def id_of(got: list[ResponseStreamEvent]) -> str:
@@ -154,12 +162,7 @@ async def test_a_response_is_shown_while_it_is_made_and_when_it_is_complete(fold
         assert (seen.status, seen.output, seen.metadata) == ("in_progress", [], {"a": "b"})
         await rest_of(nodes.second, got)
         for served in (nodes.first, nodes.second):
-            for _ in range(1000):
-                seen = await served.openai.responses.retrieve(id_of(got))
-                if seen.status == "completed":
-                    break
-                await asyncio.sleep(0.01)
-            assert (seen.status, seen.output_text) == ("completed", SAID)
+            assert (await completed(served, id_of(got))).output_text == SAID
         more = await nodes.second.openai.responses.create(
             model="toy", input="more", previous_response_id=id_of(got)
         )
@@ -170,11 +173,7 @@ async def test_an_answer_that_a_stop_string_ends_is_complete(folder: Path) -> No
     one, two = (ToyModel(folder, script=SAID, pace=SEVERAL) for _ in range(2))
     async with pair(one, two) as nodes:
         got = await part_of(nodes.first, 10**6, extra_body={"stop": ["you"]})
-        for _ in range(1000):
-            seen = await nodes.second.openai.responses.retrieve(id_of(got))
-            if seen.status == "completed":
-                break
-            await asyncio.sleep(0.01)
+        seen = await completed(nodes.second, id_of(got))
         assert seen.output_text == "Hello there, how are "
         assert not two.requests
 
@@ -216,9 +215,7 @@ async def test_a_response_goes_on_for_its_client_alone_and_not_once_it_is_delete
         seen = await nodes.second.openai.responses.retrieve(id_of(got), extra_headers=ann)
         assert seen.id == id_of(got)
         await until(lambda: one.open == 0)
-        sent = -1
-        while sent < (sent := len(nodes.fleet.sent)):  # the last tokens are on their way
-            await asyncio.sleep(0.5)
+        await until(lambda: not nodes.fleet.is_sending)
         await nodes.second.openai.responses.delete(id_of(got), extra_headers=ann)
         with pytest.raises(openai.NotFoundError):
             await nodes.second.openai.responses.retrieve(id_of(got), extra_headers=ann)
