@@ -24,7 +24,7 @@ from tests.fakes import FakeClock
 from tests.fleet.nodes import NOW, Node, make_registry, make_wire, running_node
 from tests.fleet.probers import Probing, probing_node
 from tests.fleet.proxy import running_proxy
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 PROBE = "/kakeya.v1.GossipService/Probe"
 
@@ -97,14 +97,15 @@ async def test_who_reaches_nobody_accuses_nobody() -> None:
         assert a.accused() == set()
 
 
-async def test_a_hung_node_is_accused_within_the_deadlines() -> None:
+@pytest.mark.parametrize("limit_s", [pytest.param(4.0, marks=pytest.mark.slow), LIMIT_S])
+async def test_a_hung_node_is_accused_within_the_deadlines(limit_s: float) -> None:
     async with probing_fleet("a", "b", "c") as fleet, running_node("hung") as hung:
         async with running_proxy(hung.address) as proxy:
             for one in fleet:
                 one.learn_of(proxy.address, "hung")
             proxy.is_blackhole = True
             fleet[0].fail("hung")
-            await until(lambda: fleet[0].accused() == {"hung"})
+            await until(lambda: fleet[0].accused() == {"hung"}, limit_s=limit_s)
             proxy.is_blackhole = False
 
 
