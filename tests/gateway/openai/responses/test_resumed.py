@@ -92,9 +92,9 @@ def shown(events: list[ResponseStreamEvent]) -> list[Any]:
         if response := body.get("response"):
             body["response"] = (response["status"], [one["type"] for one in response["output"]])
         body.pop("item_id", None)
-        for item in (body.get("item") or {},):
-            item.pop("id", None)
-            item.pop("call_id", None)
+        item = body.get("item") or {}
+        item.pop("id", None)
+        item.pop("call_id", None)
     return bodies
 
 
