@@ -331,7 +331,7 @@ async def _live(ops: list[str]) -> None:
                         work.gate.set()
                         for job_id in submitted:
                             await jobs.ended(job_id, None, 1e6)
-                        ends = {job.job_id: job.state for job in jobs.list_jobs(None)}
+                        ends = {job.job_id: job for job in jobs.list_jobs(None)}
             if killed is not None:
                 del work.begun[killed:]
     finally:
@@ -339,9 +339,11 @@ async def _live(ops: list[str]) -> None:
     assert ends.keys() == submitted.keys()
     for job_id, may_repeat in submitted.items():
         if job_id in cancelled:
-            assert ends[job_id] is JobState.CANCELLED
-        elif may_repeat and ops.count("kill") < MOST_CRASHES:  # a begin is kept before it happens
-            assert ends[job_id] is JobState.DONE
+            assert ends[job_id].state is JobState.CANCELLED
+        elif may_repeat and ends[job_id].crashes < MOST_CRASHES:
+            assert ends[job_id].state is JobState.DONE
         else:
-            assert ends[job_id] in (JobState.DONE, JobState.FAILED)
+            assert ends[job_id].state in (JobState.DONE, JobState.FAILED)
+        # A begin is kept before it happens, and a kill may come between.
+        assert ends[job_id].crashes <= ops.count("kill")
         assert may_repeat or work.begun.count(job_id) <= 1

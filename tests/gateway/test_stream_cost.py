@@ -72,15 +72,20 @@ async def test_a_chunk_in_the_middle_of_a_chat_passes_few_generators_and_calls(
     ):
         await here.model.ready(60)
         await said(served)  # what is looked up once for each token
-        with Calls() as calls:
-            pieces = await said(served)
-    assert len(calls.chunks) > 20, pieces
-    middle = slice(4, -4)
-    # On a busy machine two messages may come at once, and their tokens in one chunk.
-    single = [chunk for chunk in calls.chunks[middle] if chunk["EngineClient.decode"] == 2]
-    assert len(single) > 5, calls.chunks
-    # There, too, some chunks pass beside calls of other work.
-    usual = sorted(single, key=Counter.total)[len(single) // 4]
+        tries = 0
+        while True:
+            tries += 1
+            with Calls() as calls:
+                pieces = await said(served)
+            assert len(calls.chunks) > 20, pieces
+            middle = slice(4, -4)
+            # On a busy machine two messages may come at once, and their tokens in one chunk.
+            single = [one for one in calls.chunks[middle] if one["EngineClient.decode"] == 2]
+            assert len(single) > 5, calls.chunks
+            usual = sorted(single, key=Counter.total)[len(single) // 2]
+            # There, too, most chunks of an answer may pass beside calls of other work.
+            if usual.total() <= MOST_CALLS or tries == 5:
+                break
     assert usual["GenerationRoute._stream"] == 1, usual
     assert median(calls.generators[middle]) <= MOST_GENERATORS, usual
     assert usual.total() <= MOST_CALLS, dict(usual)
