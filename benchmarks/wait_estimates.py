@@ -3,14 +3,15 @@
 places    clients in closed loops ask a model with few places for answers of mixed lengths, behind
           prompts of mixed lengths
 memory    they ask three models on a budget for one, so that each waits for answers of another
-          model to end, for the turns of others, and for loads
+          model to end, for the turns of others, and for loads; they are few, since the estimate
+          ends with the load, and many would wait for places behind it
 
 The first estimate that the status shows of each wait is compared with the time from there to the
-first token; waits that turn out to be shorter than a second say little, and do not count. `bias` is
-the median of estimate over wait. A machine that does other work by turns is no place for it: the
-speed of the last seconds says little of the next minute there.
+first token, and both are printed to stderr; waits that turn out to be shorter than a second say
+little, and do not count. `bias` is the median of estimate over wait. A machine that does other work
+by turns is no place for it: the speed of the last seconds says little of the next minute there.
 
-    .venv/bin/python -m benchmarks.wait_estimates [--waits 200] [--kind places|memory]
+.venv/bin/python -m benchmarks.wait_estimates [--waits 200] [--kind places|memory] [--limit-s 600]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import asyncio
 import http.client
 import json
 import random
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +37,7 @@ from kakeya.cli.child import NodeProcess
 from kakeya.core.units import MIB
 from kakeya.memory.estimate.estimate import estimate_model
 
-CLIENTS, PLACES, MODELS = 16, 4, 3
+PLACES, MODELS = 4, 3
 PROMPT_TOKENS = (8, 300)
 WITHIN, GOAL = 0.3, 0.8
 LEAST_S = 1.0
@@ -48,6 +50,7 @@ class Kind:
 
     reason: str
     what: str
+    clients: int
     models: tuple[str, ...]
     answer_tokens: tuple[int, int]
 
@@ -65,12 +68,13 @@ class Kind:
 
 
 KINDS = {
-    "places": Kind("place", f"{PLACES} places", ("kakeya-tiny",), (20, 300)),
+    "places": Kind("place", f"{PLACES} places", 16, ("kakeya-tiny",), (20, 300)),
     "memory": Kind(
         "memory",
         f"{MODELS} models on a budget for one",
+        6,
         tuple(f"tiny-{number}" for number in range(MODELS)),
-        (100, 1500),
+        (50, 400),
     ),
 }
 
@@ -78,16 +82,22 @@ KINDS = {
 class Waits:
     """The waits of all clients: what each was told first, and how long it took from there."""
 
-    def __init__(self, wanted: int) -> None:
+    def __init__(self, name: str, wanted: int, limit_s: float) -> None:
+        self._name = name
         self._wanted = wanted
+        self._ends_s = time.perf_counter() + limit_s
         self._told: dict[str, tuple[float, float]] = {}
         self.pairs: list[tuple[float, float]] = []
         """Estimate and wait, in seconds."""
 
     @property
     def is_over(self) -> bool:
-        """Whether enough have waited."""
-        return len(self.pairs) >= self._wanted
+        """Whether enough have waited, or long enough."""
+        return len(self.pairs) >= self._wanted or time.perf_counter() >= self._ends_s
+
+    def stop(self) -> None:
+        """Have the clients stop."""
+        self._ends_s = 0.0
 
     def saw(self, user: str, seconds: float) -> None:
         """Note an estimate; the first of a request counts."""
@@ -98,6 +108,10 @@ class Waits:
         told = self._told.pop(user, None)
         if told is not None and (took_s := time.perf_counter() - told[1]) >= LEAST_S:
             self.pairs.append((told[0], took_s))
+            count = f"{self._name} {len(self.pairs)}/{self._wanted}"
+            print(
+                f"{count}: told {told[0]:.1f} s, took {took_s:.1f} s", file=sys.stderr, flush=True
+            )
 
 
 def client(address: str, number: int, kind: Kind, waits: Waits) -> None:
@@ -127,6 +141,8 @@ def client(address: str, number: int, kind: Kind, waits: Waits) -> None:
             raise RuntimeError(f"{answer.status}: {answer.read().decode()}")
         has_begun = False
         for line in answer:
+            if waits.is_over:
+                break
             if line.startswith(b"data: ") and not has_begun:
                 waits.began(user)
                 has_begun = True
@@ -145,32 +161,44 @@ def watch(address: str, kind: Kind, waits: Waits) -> None:
         time.sleep(POLL_S)
 
 
-async def measure(kind: Kind, wanted: int) -> Waits:
+async def measure(kind: Kind, waits: Waits) -> None:
     """All waits on a node of its own."""
-    waits = Waits(wanted)
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CLIENTS + 2))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(kind.clients + 2))
     with tempfile.TemporaryDirectory() as home:
         flags = kind.flags(Path(home))
         async with NodeProcess(Path(home) / "node", "--no-mdns", *flags) as node:
             await wait_ready(node)
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(CLIENTS):
-                    tasks.create_task(asyncio.to_thread(client, node.http, number, kind, waits))
-                tasks.create_task(asyncio.to_thread(watch, node.http, kind, waits))
-    return waits
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for number in range(kind.clients):
+                        tasks.create_task(asyncio.to_thread(client, node.http, number, kind, waits))
+                    tasks.create_task(asyncio.to_thread(watch, node.http, kind, waits))
+            finally:
+                waits.stop()  # threads are not cancelled
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--waits", type=int, default=200)
     parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of each kind")
     options = parser.parse_args()
     for name in options.kind or KINDS:
-        kind = KINDS[name]
-        pairs = asyncio.run(measure(kind, options.waits)).pairs
+        show(name, options.waits, options.limit_s)
+
+
+def show(name: str, wanted: int, limit_s: float) -> None:
+    """Measure one kind; after Ctrl-C print what there is, and end."""
+    kind, waits, is_stopped = KINDS[name], Waits(name, wanted, limit_s), False
+    try:
+        asyncio.run(measure(kind, waits))
+    except KeyboardInterrupt:
+        is_stopped = True
+    if pairs := waits.pairs:
+        asked = f"{kind.clients} clients for {kind.what}"
         share = sum(abs(told - took) <= WITHIN * took for told, took in pairs) / len(pairs)
         emit(
-            f"{len(pairs)} waits of {CLIENTS} clients for {kind.what}: told within 30 % at first",
+            f"{len(pairs)} waits of {asked}: told within 30 % at first",
             ours=share,
             baseline=GOAL,
             ratio=share / GOAL,
@@ -179,6 +207,10 @@ def main() -> None:
             bias=round(median([told / took for told, took in pairs]), 3),
             median_wait_s=round(median([took for _, took in pairs]), 2),
         )
+    else:
+        print(f"{name}: no wait of {LEAST_S:g} s", file=sys.stderr)
+    if is_stopped:
+        raise SystemExit(130)
 
 
 if __name__ == "__main__":
