@@ -7,9 +7,7 @@ again; each pause is longer than the last one (see `ModelFailures`).
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-)
+from collections.abc import Callable
 
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.failures import ModelFailures
