@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -115,14 +116,17 @@ class Streamed:
     @property
     def pause_s(self) -> float:
         """The longest time between two pieces."""
-        return max(
-            (b - a for a, b in zip(self.moments, self.moments[1:], strict=False)), default=0.0
-        )
+        return longest_pause_s(self.moments)
 
     @property
     def said(self) -> tuple[object, object]:
         """What is compared."""
         return self.texts, self.ends
+
+
+def longest_pause_s(moments: Sequence[float]) -> float:
+    """The longest time between two moments that follow one another, in seconds."""
+    return max((b - a for a, b in itertools.pairwise(moments)), default=0.0)
 
 
 class Shelf:
