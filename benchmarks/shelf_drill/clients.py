@@ -116,8 +116,9 @@ def refusal(error: APIError) -> tuple[str, float] | None:
     if not isinstance(error, APIStatusError) or error.status_code not in (429, 503):
         return None
     pause_s = error.response.headers.get("retry-after")
-    is_typed = bool(error.code and error.type and pause_s)
-    return (f"{error.status_code} {error.code}", float(pause_s)) if is_typed else None
+    if not (error.code and error.type and pause_s):
+        return None
+    return f"{error.status_code} {error.code}", float(pause_s)
 
 
 async def ask(
