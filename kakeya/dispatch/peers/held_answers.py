@@ -84,10 +84,12 @@ class HeldAnswers:
         # Messages one behind the other are one message, with the frames of all.
         new = copy.SerializeToString()
         self._drop(copy.answer_id)
-        if len(known.written) + len(new) > self._most_bytes // _LARGEST_SHARE:
+        most_bytes = self._most_bytes // _LARGEST_SHARE
+        if len(known.written) + len(new) > most_bytes:
             raise CapacityExhausted(
-                f"a copy of an answer takes {format_bytes(len(known.written) + len(new))}; this "
-                f"node has {format_bytes(self._most_bytes)} for all (http_resume_mb)"
+                f"a copy of an answer takes {format_bytes(len(known.written) + len(new))}; one may "
+                f"take {format_bytes(most_bytes)} of the {format_bytes(self._most_bytes)} for all "
+                "(http_resume_mb)"
             )
         known.written += new
         known.frames += len(copy.frames)
