@@ -95,11 +95,6 @@ def models_are_checked_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     findings.shared.append(shared)
 
 
-def pytest_runtest_logstart() -> None:
-    """Before each test, and on no event loop: it reads files."""
-    findings.settle()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def grpc_stays_up() -> Iterator[None]:
     """Keep gRPC's own thread: it is joined, on the loop, when the last channel is collected."""

@@ -20,11 +20,9 @@ SPEEDS = {
     "context_s": 1e-8,
 }
 """Round numbers in place of measured ones, in seconds, as engines keep them."""
-
 shared: list[Path] = []
 """The folder of all processes of this run of tests, where there is one."""
 changed_ns = [0]
-"""The time of the shared folder's last change that was seen."""
 
 
 @cache
@@ -68,6 +66,6 @@ def learn(folder: Path) -> None:
 
 def settle() -> None:
     """Give speeds to what engines wrote into the shared folder since the last call."""
-    if shared and (now_ns := shared[0].stat().st_mtime_ns) != changed_ns[0]:
-        changed_ns[0] = now_ns
+    if shared and shared[0].stat().st_mtime_ns != changed_ns[0]:
         learn(shared[0])
+        changed_ns[0] = shared[0].stat().st_mtime_ns
