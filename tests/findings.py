@@ -22,7 +22,6 @@ SPEEDS = {
 """Round numbers in place of measured ones, in seconds, as engines keep them."""
 shared: list[Path] = []
 """The folder of all processes of this run of tests, where there is one."""
-changed_ns = [0]
 
 
 @cache
@@ -62,10 +61,3 @@ def learn(folder: Path) -> None:
             with tempfile.NamedTemporaryFile("w", dir=known(), delete=False) as new:
                 json.dump(found | {"speeds": SPEEDS}, new)
             Path(new.name).replace(kept)  # whole: other processes read it
-
-
-def settle() -> None:
-    """Give speeds to what engines wrote into the shared folder since the last call."""
-    if shared and shared[0].stat().st_mtime_ns != changed_ns[0]:
-        learn(shared[0])
-        changed_ns[0] = shared[0].stat().st_mtime_ns
