@@ -178,13 +178,10 @@ class EngineLife:
 
     async def _supervise(self) -> None:
         try:
-            folder = await asyncio.to_thread(SocketFolder, self._spec.runtime_dir)
-            try:
+            async with SocketFolder.lent(self._spec.runtime_dir) as folder:
                 while isinstance(plan := await self._run_engine(folder.next_socket()), RestartIn):
                     await self._clock.sleep(plan.delay_s)
                     self.restarts += 1
-            finally:
-                await asyncio.to_thread(folder.remove)
         except ConfigError as error:
             self._move(ModelState.FAILED, error.message)
 

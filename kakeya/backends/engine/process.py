@@ -15,6 +15,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
@@ -64,6 +65,17 @@ class SocketFolder:
                 f"{MAX_SOCKET_PATH_BYTES}: choose a shorter runtime folder or TMPDIR"
             )
         return socket
+
+    @classmethod
+    @asynccontextmanager
+    async def lent(cls, parent: Path | None) -> AsyncIterator[Self]:
+        """A folder that is deleted with its content at the end, also when its maker is cancelled
+        in the middle."""
+        making = asyncio.create_task(asyncio.to_thread(cls, parent), name="make a socket folder")
+        try:
+            yield await asyncio.shield(making)
+        finally:
+            await asyncio.to_thread((await making).remove)
 
     def remove(self) -> None:
         """Delete the folder and its content."""

@@ -79,8 +79,7 @@ class ImageWorker:
         Raises LoadFailed, and ConfigError for a program or a folder that cannot be used.
         """
         async with AsyncExitStack() as stack:
-            folder = await asyncio.to_thread(SocketFolder, sockets)
-            stack.push_async_callback(asyncio.to_thread, folder.remove)
+            folder = await stack.enter_async_context(SocketFolder.lent(sockets))
             socket = folder.next_socket()
             links = stack.enter_context(_Links())
             # Cancelled while it begins to listen, asyncio would leave the socket open.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.backends.engine.process import EngineProcess
+from kakeya.backends.engine.process import EngineProcess, SocketFolder
 
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(60)")
 
@@ -33,3 +33,20 @@ async def test_a_group_that_cannot_be_signalled_any_more_ends_all_the_same(
     await asyncio.wait_for(child.aclose(5.0), 60)
     assert not socket.exists()
     assert (await child.exited()).returncode == -9
+
+
+async def test_a_folder_leaves_nothing_behind_where_its_maker_is_cancelled(
+    short_path: Path,
+) -> None:
+    async def hold() -> None:
+        async with SocketFolder.lent(short_path):
+            await asyncio.Event().wait()
+
+    for steps in range(20):
+        holding = asyncio.create_task(hold())
+        for _ in range(steps):  # from before it is asked for to after it is made
+            await asyncio.sleep(0)
+        holding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+        assert [*short_path.iterdir()] == []
