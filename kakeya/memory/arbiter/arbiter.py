@@ -395,7 +395,7 @@ class Arbiter:
                 answer.plans.append(self._planner.load(ticket.ask, verdict, now))
             case queue.Refuse(error, keeps):
                 self._refuse(ticket, error, answer)
-                if isinstance(error, errors.ModelLoading):
+                if isinstance(error, errors.ModelLoading) or now >= ticket.ask.deadline_mono:
                     self._tickets.wish(ticket, now, self._rules)
                 if isinstance(error, errors.DrainTimeout):
                     self._tickets.keep(ticket, now + self._rules.place_s)

@@ -94,8 +94,9 @@ class Rules:
     rest_s: float = 1.0
     """Such a turn ends earlier where the model is not used for so long."""
     drain_limit_s: float = 10.0
-    """The longest wait of a request without a deadline for residents in use to drain, and of any
-    for bytes that others hold; then it is refused."""
+    """The longest wait of a request without a deadline for residents in use to drain or for bytes
+    that others hold; then it is refused. One with a deadline goes on waiting, but keeps no free
+    bytes from the requests behind it after so long a wait for bytes that others hold."""
     return_s: float = 5.0
     """The time after which a request that was refused so is told to come again."""
     place_s: float = 10.0

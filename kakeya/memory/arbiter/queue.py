@@ -74,7 +74,7 @@ class LoadTicket:
             self.stuck_since_mono = now
 
     def limit_mono(self, rules: Rules) -> float | None:
-        """The end of its wait, where that has a limit; None = its deadline is the end."""
+        """The end of its wait, or of its claim to free bytes; None = neither has a limit."""
         since_mono = self.stuck_since_mono
         return None if since_mono is None else since_mono + rules.drain_limit_s - self.stuck_s
 
@@ -112,7 +112,8 @@ class EarlierClaims:
     def add(self, ask: Ask, wait: NotYet) -> None:
         """Keep what one more request waits for from the requests behind it."""
         self.claims.update(wait.claims)
-        self.roles.add(ask.role.name)
+        if not wait.gives_way:
+            self.roles.add(ask.role.name)
         self.keys.add(ask.key)
         self.held_bytes += wait.held_bytes
 
@@ -142,12 +143,13 @@ class NotYet:
 
     `claims` are the residents that it needs to drain, `held_bytes` the free bytes that requests
     behind it must leave. `is_stuck` = it waits for residents to drain, or for bytes that others
-    hold, and not just for its turn.
+    hold, and not just for its turn. `gives_way` = its role is not taken for those behind it.
     """
 
     claims: tuple[ResidentKey, ...] = ()
     held_bytes: int = 0
     is_stuck: bool = False
+    gives_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +178,23 @@ class QueueView:
 
 
 def decide(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> Verdict:
-    """Decide on a request; refuse it at its deadline, and at the limit of its wait."""
+    """Decide on a request; refuse it at its deadline, and without one at the limit of its wait.
+    With one it waits on for bytes that others hold, and keeps none from requests behind it."""
     ask, now = ticket.ask, view.now
     if view.is_stopping:
         return Refuse(errors.Refused(f"the memory arbiter is shutting down; {ask.key} is not lent"))
     if now >= ask.deadline_mono:
-        return Refuse(late(ticket, view))
+        is_loading = ticket.stuck_since_mono is None
+        return Refuse(late(ticket, view) if is_loading else _held(ticket, view))
     verdict = consider(ticket, ahead, view)
     wait = verdict if isinstance(verdict, NotYet) else NotYet()
     ticket.mark(now, wait)
     limit_mono = ticket.limit_mono(view.rules)
-    return verdict if limit_mono is None or now < limit_mono else _stuck(ticket, wait, view)
+    if limit_mono is None or now < limit_mono:
+        return verdict
+    if ask.deadline_mono < math.inf:
+        return NotYet(is_stuck=True, gives_way=True)
+    return _stuck(ticket, wait, view)
 
 
 def keep(ticket: LoadTicket, ahead: EarlierClaims, view: QueueView) -> NotYet | None:
@@ -278,13 +286,17 @@ def _stuck(ticket: LoadTicket, wait: NotYet, view: QueueView) -> Refuse:
             retry_after_s=view.rules.return_s,
         )
         return Refuse(error, keeps=wait if ticket.has_come_again else None)
-    return Refuse(
-        errors.MemoryRefused(
-            f"{ask.key} needs {format_bytes(ask.estimate_bytes)}, "
-            f"{format_bytes(max(0, view.ledger.free_bytes))} are free, and the rest is held by "
-            "other programs or by sessions in use; ask again later",
-            retry_after_s=limit_s,
-        )
+    return Refuse(_held(ticket, view))
+
+
+def _held(ticket: LoadTicket, view: QueueView) -> errors.MemoryRefused:
+    """The refusal of a request that waited to its end for bytes that others hold."""
+    ask, free_bytes = ticket.ask, max(0, view.ledger.free_bytes)
+    return errors.MemoryRefused(
+        f"{ask.key} needs {format_bytes(ask.estimate_bytes)}, {format_bytes(free_bytes)} are free "
+        f"after a wait of {view.now - ticket.asked_mono:.3g} s, and the rest is held by other "
+        "programs or by sessions in use; ask again later",
+        retry_after_s=view.rules.drain_limit_s,
     )
 
 

@@ -250,13 +250,57 @@ def test_a_request_whose_deadline_ends_before_the_use_is_told_of_it() -> None:
     assert world.arbiter._tickets.get(again).has_come_again  # type: ignore[union-attr]
 
 
-def test_bytes_of_other_programs_are_waited_for_no_longer_with_a_deadline() -> None:
-    """They may never come back."""
+def _held_outside(world: World, size: int) -> None:
+    """Other programs have so many bytes of 100."""
+    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 100 - size, world.now))
+
+
+def test_a_request_waits_for_memory_of_other_programs_until_its_deadline() -> None:
+    """S3.17."""
     world = World.of(100)
-    world.take(world.arbiter.observe(PressureLevel.NOMINAL, 30, world.now))
-    waits = world.ask(ask("text:b", "text-target", 60, deadline=120.0))
-    world.wait(10.1)
+    _held_outside(world, 60)
+    waits = world.ask(ask("a", MANY, 50, deadline=120))
+    world.wait(119)
+    assert not world.refusals
+    _held_outside(world, 20)
+    assert waits in world.grants
+
+
+def test_memory_of_other_programs_that_does_not_come_is_told_at_the_deadline() -> None:
+    world = World.of(100)
+    _held_outside(world, 60)
+    waits = world.ask(ask("a", MANY, 50, deadline=120))
+    world.wait(120)
+    refusal = world.refusals[waits]
+    assert isinstance(refusal, errors.MemoryRefused)
+    assert "free after a wait of 120 s, and the rest is held by other programs" in refusal.message
+    assert refusal.retry_after_s == 10
+    _held_outside(world, 20)
+    assert world.resident == {"a"}, "it is loaded for the next try"
+
+
+def test_a_request_without_a_deadline_is_refused_memory_of_other_programs_after_10_s() -> None:
+    world = World.of(100)
+    _held_outside(world, 60)
+    waits = world.ask(ask("a", MANY, 50))
+    world.wait(10)
     assert isinstance(world.refusals[waits], errors.MemoryRefused)
+
+
+def test_a_long_wait_for_memory_of_other_programs_delays_only_its_own_model() -> None:
+    """A role with one place counts as taken by what loads, and not by what cannot."""
+    world = World.of(100)
+    _held_outside(world, 60)
+    big = world.ask(ask("see:big", size=50, deadline=120))
+    behind = world.ask(ask("see:small", size=30, deadline=120))
+    again = world.ask(ask("see:big", size=50, deadline=120))
+    world.wait(9)
+    assert not world.grants
+    world.wait(2)
+    assert set(world.grants) == {behind}
+    world.release(behind)
+    _held_outside(world, 20)
+    assert {big, again} <= set(world.grants)
 
 
 def test_a_request_without_time_for_a_load_finds_its_model_at_the_next_try() -> None:
