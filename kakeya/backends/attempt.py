@@ -181,6 +181,7 @@ class Attempt:
             self.job,
             model_id=model_id,
             adapter=self._wish.model_id if self._wish is not None else "",
+            is_alone=source.gate.running + source.gate.waiting <= 1,
             most=source.options.max_losses_in_a_row,
             retry_after_s=source.retry_after_s(),
         )

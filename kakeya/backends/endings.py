@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kakeya.backends.engine.failures import lost_too_often
+from kakeya.backends.engine.failures import MOST_OUTGROWN, losses_of, lost_too_often
 from kakeya.core.errors import KakeyaError, KvRefused, MemoryRefused, NotFound, PeerUnavailable
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.frames import Done
@@ -80,13 +80,12 @@ def ending_of(
     *,
     model_id: str,
     adapter: str,
+    is_alone: bool,
     most: int,
     retry_after_s: float | None,
 ) -> AttemptEnding:
-    """Return the ending of a failure, and count it in the job; `adapter` "" = none is in use.
-
-    Raises the failure if it is not an ending.
-    """
+    """Return the ending of a failure, and count it in the job; `adapter` "" = none is in use,
+    `is_alone` = the engine had no other generation. Raises the failure if it is not an ending."""
     match failure:
         case Superseded():
             return failure
@@ -96,7 +95,7 @@ def ending_of(
             job.interrupt("engine")
             return MakeWay(refusal=failure, most=most)
         case PeerUnavailable():
-            job.interrupt("engine")
+            job.interrupt(*losses_of(failure, job, is_alone=is_alone))
             return EngineLost(
                 model_id=model_id, error=failure, most=most, retry_after_s=retry_after_s
             )
@@ -118,7 +117,7 @@ def after(ending: AttemptEnding, job: Continuation) -> Retry | EndWith | None:
                 return EndWith(refusal)
             return Retry(in_s=refusal.retry_after_s)
         case EngineLost(model_id=model_id, error=error, most=most):
-            if job.losses["engine"] < most:
+            if job.losses["engine"] < most and job.losses["memory"] < MOST_OUTGROWN:
                 return Retry()
             return EndWith(lost_too_often(model_id, error, job, ending.retry_after_s))
         case AdapterUnknown(adapter=adapter, error=unknown):

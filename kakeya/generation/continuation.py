@@ -18,7 +18,8 @@ from kakeya.core.errors import PeerProtocol
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
 from kakeya.generation.request import DecodeRequest
 
-Loss = Literal["engine", "adapter"]
+Loss = Literal["engine", "memory", "adapter"]
+"""`memory`: an engine that outgrew its memory with this generation; beside `engine`."""
 
 
 class Continuation:
@@ -42,6 +43,11 @@ class Continuation:
     def has_begun(self) -> bool:
         """Whether a token was committed."""
         return bool(self._committed)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the present engine has begun with it."""
+        return self._computed > 0
 
     @property
     def tokens(self) -> int:
@@ -89,11 +95,11 @@ class Continuation:
             case Done():
                 return replace(frame, usage=self._total(frame.usage, now))
 
-    def interrupt(self, loss: Loss = "engine") -> None:
+    def interrupt(self, *losses: Loss) -> None:
         """Note that the engine was lost, or has lost the adapter."""
         self._was_interrupted = True
         self._computed = 0
-        self.losses[loss] += 1
+        self.losses.update(losses or ("engine",))
 
     def rest(self, now: float) -> DecodeRequest:
         """The request to the next engine."""

@@ -21,7 +21,7 @@ from kakeya.backends.endings import (
 from kakeya.backends.engine.failures import EngineOutgrew
 from kakeya.core.errors import KvRefused, MemoryRefused, NotFound, PeerUnavailable
 from kakeya.generation.continuation import Continuation
-from kakeya.generation.frames import Done, StopReason, Tokens
+from kakeya.generation.frames import Done, Progress, StopReason, Tokens
 from kakeya.generation.request import DecodeRequest
 from kakeya.prefix.request.exchange import Superseded
 
@@ -37,6 +37,12 @@ def job(engines: int = 0, adapters: int = 0) -> Continuation:
     for _ in range(adapters):
         made.interrupt("adapter")
     return made
+
+
+def ended(failure: Exception, of: Continuation, *, is_alone: bool = False) -> AttemptEnding:
+    return ending_of(
+        failure, of, model_id="m", adapter="", is_alone=is_alone, most=3, retry_after_s=7.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,17 +83,37 @@ def test_too_many_losses_in_a_row_are_told_with_a_time_to_come_again(
 def test_losses_for_memory_end_with_its_reason_and_no_time_to_come_again() -> None:
     """The same request would end the engine again."""
     grew = EngineOutgrew("the engine grew to 900 MiB, beyond its lease of 800 MiB")
-    lost = replace(LOST, error=grew)
-    assert after(lost, job(engines=2)) == Retry()
-    follows = after(lost, job(engines=3))
+    lost, outgrew = replace(LOST, error=grew), job()
+    assert after(LOST, outgrew) == Retry()
+    assert ended(grew, outgrew, is_alone=True) == lost
+    assert after(lost, outgrew) == Retry()
+    assert ended(grew, outgrew, is_alone=True) == lost
+    follows = after(lost, outgrew)
     assert isinstance(follows, EndWith)
     assert isinstance(follows.error, MemoryRefused)
     assert follows.error.retry_after_s is None
     assert re.search(
-        "too little memory .* a prompt of 1 tokens: 3 engines were ended in a row, the last as the "
+        "too little memory .* a prompt of 1 tokens: 2 engines were ended in a row, the last as the "
         "engine grew to 900 MiB, beyond its lease of 800 MiB; send a shorter prompt",
         follows.error.message,
     )
+
+
+def test_a_generation_that_waits_while_another_one_outgrows_the_memory_goes_on() -> None:
+    """The engine that runs a single sequence at a time has it in its queue."""
+    grew = EngineOutgrew("the engine grew to 900 MiB, beyond its lease of 800 MiB")
+    lost, waits, runs = replace(LOST, error=grew), job(), job()
+    for _ in range(2):
+        runs.take(Progress(computed_tokens=64, total_tokens=4000), 1.0)
+        assert ended(grew, runs) == lost
+        assert ended(grew, waits) == lost
+    assert isinstance(after(lost, runs), EndWith)
+    assert after(lost, waits) == Retry()
+    assert ended(grew, waits) == lost
+    follows = after(lost, waits)
+    assert isinstance(follows, EndWith)
+    assert isinstance(follows.error, PeerUnavailable)
+    assert follows.error.retry_after_s == 7.0, "its turn comes another time"
 
 
 def test_a_token_between_them_forgives_all_losses() -> None:
@@ -106,7 +132,7 @@ def test_dead_engines_and_unknown_adapters_are_counted_apart() -> None:
 def test_a_refusal_before_work_is_the_callers_and_no_ending() -> None:
     refusal = KvRefused("no memory for so many tokens", retry_after_s=10.0)
     with pytest.raises(KvRefused):
-        ending_of(refusal, job(), model_id="m", adapter="", most=3, retry_after_s=None)
+        ended(refusal, job())
 
 
 def test_a_refusal_without_a_time_is_final() -> None:

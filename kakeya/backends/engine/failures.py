@@ -10,15 +10,26 @@ import math
 from collections.abc import Callable
 
 from kakeya.core.errors import KakeyaError, MemoryRefused, PeerUnavailable
-from kakeya.generation.continuation import Continuation
+from kakeya.generation.continuation import Continuation, Loss
 
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
 """Seconds after the 1st, 2nd, ... failure within half an hour; the last value repeats."""
 _COUNT_S = 1800.0
+MOST_OUTGROWN = 2
+"""The most engines in a row whose memory a generation may outgrow: after a first one the next runs
+a single sequence at a time, and a third one would end as the second."""
 
 
 class EngineOutgrew(PeerUnavailable):
     """An engine was ended because it outgrew its memory; the message says how."""
+
+
+def losses_of(failure: PeerUnavailable, job: Continuation, *, is_alone: bool) -> tuple[Loss, ...]:
+    """How the loss of an engine counts in a generation: one that waited there, while another one
+    outgrew its memory, had no part in that. `is_alone` = the engine had no other."""
+    if isinstance(failure, EngineOutgrew) and (is_alone or job.is_under_way):
+        return "engine", "memory"
+    return ("engine",)
 
 
 def lost_too_often(
@@ -26,11 +37,10 @@ def lost_too_often(
 ) -> KakeyaError:
     """The error of a generation that lost engines again and again without a token between.
 
-    Where the memory of the last one of several was too little, another try would do the same: no
-    time to come again. After a first one the next engine runs a single sequence at a time.
+    Where it outgrew the memory of several, another try would do the same: no time to come again.
     """
     times = job.losses["engine"]
-    if isinstance(last, EngineOutgrew) and times > 1:
+    if job.losses["memory"] >= MOST_OUTGROWN:
         return MemoryRefused(
             f"model {model_id} has too little memory for this request, with a prompt of "
             f"{job.prompt_tokens} tokens: {times} engines were ended in a row, the last as "

@@ -244,8 +244,7 @@ async def test_losses_without_a_token_are_bounded(tmp_path):
 
 async def test_losses_of_engines_that_outgrow_their_memory_end_with_that_reason(tmp_path):
     record = tmp_path / "record"
-    options = replace(FAST, max_losses_in_a_row=2)
-    async with backend("--delay-s", 30, "--record", record, options=options) as model:
+    async with backend("--delay-s", 30, "--record", record) as model:
         await model.ready(20.0)
         running = asyncio.create_task(collect(model, request()))
         for losses in (1, 2):
