@@ -99,13 +99,17 @@ class Shelf:
             ),
             link=NodeLink(round_trip_s=2 * LINK_S, bytes_per_s=BYTES_PER_S),
             warm_tokens=warm_tokens,
+            kv_rates={other.name: BYTES_PER_S for other in self._nodes if other is not node},
         )
 
     def _exact(self, request: RoutedRequest, at: int, gateway: int) -> RouteCandidate:
         node = self._nodes[at]
-        blocks = node.warm_blocks(request.blocks)
+        blocks = held = node.warm_blocks(request.blocks)
         if self._tells:
             blocks = node.promised_blocks(request.blocks)
-        figures = self._figures(at, min(blocks * BLOCK_TOKENS, request.prompt_tokens - 1))
+        most = request.prompt_tokens - 1
+        figures = self._figures(at, min(blocks * BLOCK_TOKENS, most))
         sharers = node.sharers(request.blocks) if self._tells else 0
-        return replace(figures, is_local=at == gateway, sharers=sharers)
+        held_tokens = min(held * BLOCK_TOKENS, most)
+        is_local = at == gateway
+        return replace(figures, is_local=is_local, sharers=sharers, held_tokens=held_tokens)

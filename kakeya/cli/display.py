@@ -163,6 +163,12 @@ def _show_precache(precache: Json, console: Console) -> None:
     parts = [f"{precache.get('conversations')} conversations", f"{precache.get('kept')} kept warm"]
     parts.append(f"{prewarms.get('warm')} prefixes warmed, {prewarms.get('failed')} failed")
     console.print(f"precache  {'; '.join(parts)}", highlight=False, markup=False)
+    for copy in _objects(precache, "copies"):
+        nodes = ", ".join(map(str, copy.get("nodes") or ()))
+        text = f"{copy.get('tokens')} declared tokens of {copy.get('model')}"
+        console.print(f"          {text} are warm on {nodes}", highlight=False, markup=False)
+        for node, reason in _object(copy, "passed_over").items():
+            console.print(f"            not on {node}: {reason}", highlight=False, markup=False)
     for slots in _objects(precache, "slots"):
         if slots.get("warning"):
             line = f"[yellow]warning[/yellow]  {escape(str(slots.get('model_id')))}: "

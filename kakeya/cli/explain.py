@@ -60,7 +60,17 @@ def _route(route: Mapping[str, Any], name: str) -> Iterator[str]:
         terms = (f"{term} {seconds:g}" for term, seconds in one["terms_s"].items() if seconds)
         yield (
             f"           {one['node']}  first {one['first_s']:.2f} s, end {one['end_s']:.2f} s "
-            f"({', '.join(terms) or 'nothing to do'}; {one['warm_tokens']} tokens warm)"
+            f"({', '.join(terms) or 'nothing to do'}; {one['warm_tokens']} tokens warm"
+            f"{_fetched(one)})"
         )
     for node, why in route["unfit"].items():
         yield f"           {node}  cannot: {why}"
+
+
+def _fetched(candidate: Mapping[str, Any]) -> str:
+    fetch = candidate.get("fetch")
+    if not fetch:
+        return ""
+    speed = f"{fetch['bytes_per_second'] / 1e6:.0f} MB/s"
+    tokens = candidate["fetched_tokens"]
+    return f", {tokens} from {fetch['node']} in {fetch['seconds']:.2f} s at {speed}"

@@ -56,6 +56,16 @@ class KvOffer:
     free_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvHolder:
+    """A node with the KV of so many leading tokens of a history; 0 = it is not known of how many.
+    `node_id` "" = no node is known to have any."""
+
+    node_id: str = ""
+    tokens: int = 0
+
+
+NO_HOLDER = KvHolder()
 NO_KV = KvOffer()
 """An offer of nothing: the engine computes the prompt."""
 

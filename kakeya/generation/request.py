@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Literal
 
 from kakeya.core.errors import InvalidArgument
-from kakeya.generation.kv import LOGIT_BYTES, NO_KV, KvExchange, KvOffer
+from kakeya.generation.kv import LOGIT_BYTES, NO_HOLDER, NO_KV, KvExchange, KvHolder, KvOffer
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.generation.waiting import WaitTeller
 
@@ -162,7 +162,8 @@ class DecodeRequest:
     generated. `top_logprobs` asks for the log probability of each token, and of so many of the most
     likely ones at its place; None = for none. Where `draft_sources` is not empty, the tokens that
     the grammar forces are drafted too. The model stays warm for `stay_warm_s` after it at least.
-    `wait` tells the caller for what it waits.
+    `wait` tells the caller for what it waits. What is missing of the history's KV can be fetched
+    from `kv_holder`.
     """
 
     token_ids: Sequence[int]
@@ -185,6 +186,7 @@ class DecodeRequest:
     top_logprobs: int | None = None
     stay_warm_s: float = 0.0
     wait: WaitTeller | None = None
+    kv_holder: KvHolder = NO_HOLDER
 
     def after(self, elapsed_s: float) -> DecodeRequest:
         """The same request `elapsed_s` later, with the rest of its deadline."""
@@ -199,8 +201,8 @@ class DecodeJob(DecodeRequest):
 
     The blocks of the offer stay pinned until the first frame. `park_id` names the generation to
     LendPages, 0 = no pages are ever lent for its KV. `after_load` is the number of the adapter load
-    that the generation begins behind, 0 = none. `kv`, `kv_retention`, `stay_warm_s` and
-    `wait` stay in the agent.
+    that the generation begins behind, 0 = none. `kv`, `kv_retention`, `stay_warm_s`,
+    `wait` and `kv_holder` stay in the agent.
     """
 
     offer: KvOffer = NO_KV

@@ -200,6 +200,7 @@ class Agent:
             data_dir=self._folder,
             wait_s=self._config.chosen.wait_s,
             resume_bytes=self._config.listen.http_resume_bytes,
+            warm_nodes=self._config.precache.warm_nodes,
             dispatch=self._memory.dispatch,
             on_drain=self._changed.set,
             accept_no_more=lambda: self._http.accept_no_more(),
@@ -398,6 +399,7 @@ class Agent:
         if done.changed or incarnation != self._incarnation:
             self._incarnation = incarnation
             self._keeper.poke()
+        self._services.declared_copies.fleet_changed()
         if self._reach.settle_round_trips():
             self._changed.set()
         self._namesake.look()

@@ -36,6 +36,7 @@ from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.fleet.liveness.duplicate_id import refuse_taken_id
 from kakeya.fleet.liveness.probing import Prober
 from kakeya.fleet.paths.discovery import Discovery
+from kakeya.fleet.paths.link_rates import LinkRates
 from kakeya.fleet.paths.own_addresses import OwnAddresses
 from kakeya.fleet.paths.routes import Routes
 from kakeya.fleet.view.merging import LATENCY_S
@@ -101,6 +102,7 @@ class NodeFleet:
             trust.subscribe(self._forget)
         self.channels = Channels(security=self.security)
         self._policy = reach.policy()
+        self.links = LinkRates()
         self.routes = Routes(
             self.registry,
             channels=self.channels,

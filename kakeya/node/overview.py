@@ -78,7 +78,10 @@ class Overview:
                 **self.pages.prefixes.status(),
                 "peers": self.services.peers.status(),
             },
-            precache=self.precache.status(),
+            precache={
+                **self.precache.status(),
+                "copies": self.services.declared_copies.status(),
+            },
             plugins=self.memory.plugins,
             backends=self.relays.problems(),
             damaged=self.pages.adapters.manager.problems(),
@@ -97,6 +100,7 @@ class Overview:
         yield from self.jobs.figures()
         yield from self.services.routes.figures()
         yield from self.services.copies.figures()
+        yield from self.services.declared_copies.figures()
         yield counter("kakeya_served_peers", "Generations for peers", self.services.served)
         yield from figures.session_figures(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())

@@ -25,6 +25,7 @@ from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.dispatch.routed.copied import AnswerCopies
+from kakeya.dispatch.routed.declared_copies import DeclaredCopies
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.models import RoutedModels
 from kakeya.fleet.placement.draft_sources import FleetDrafts
@@ -48,6 +49,7 @@ from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.v1.serving_pb2_grpc import add_ServingServiceServicer_to_server
+from kakeya.wire.channels import is_local
 from kakeya.wire.server.health import NodeHealth
 
 RUNTIME = "kakeya.v1.RuntimeService"
@@ -70,6 +72,7 @@ class Services:
         data_dir: Path,
         wait_s: float,
         resume_bytes: int,
+        warm_nodes: int,
         dispatch: Callable[[str, int | None], str],
         on_drain: Callable[[], None],
         accept_no_more: Callable[[], None],
@@ -92,13 +95,31 @@ class Services:
         self.clients = Clients(clock.mono)
         texts = TextFiles(data_dir / TEXTS)
         self.routes = RouteHistory(clock)
-        self.serving_peers = ServingPeers(plane, texts, clock)
+        shares_kv = pages.shares_prefixes
+        self.serving_peers = ServingPeers(plane, texts, clock, shares_kv=shares_kv)
         self.models = RoutedModels(models, self.serving_peers, self.routes)
         """The models of the fleet, for clients of this node."""
         precache.elsewhere = self.models.turn_elsewhere
         held = HeldAnswers(most_bytes=resume_bytes, mono=clock.mono)
+        self.declared_copies = DeclaredCopies(
+            precache.declared,
+            self.serving_peers,
+            nodes=warm_nodes,
+            facts=lambda model_id: models.get(model_id).facts,
+            is_private=lambda peer: plane.security is not None or is_local(peer.address),
+            clock=clock,
+        )
         self.copies = AnswerCopies(self.serving_peers, held, clock)
-        self._serving = ServingService(models, self.drafts, texts, self.clients, precache, held)
+        self._serving = ServingService(
+            models,
+            self.drafts,
+            texts,
+            self.clients,
+            precache,
+            precache.for_peers,
+            held,
+            kv_rates=self.serving_peers.kv_rates,
+        )
         secret = random.SystemRandom()  # session ids are the only key to a history
         self.runtime = RuntimeService(
             models=self.models,
@@ -132,7 +153,7 @@ class Services:
         self.peers = PrefixPeers(
             plane, pages.prefixes, fleet_key=pages.fleet_key, clock=clock, rng=rng
         )
-        self._shares_prefixes = pages.shares_prefixes
+        self._shares_prefixes = shares_kv
         if self._shares_prefixes:
             pages.prefixes.elsewhere = self.peers
         for name in _ALWAYS_SERVING:
@@ -147,6 +168,7 @@ class Services:
         """Start background work; `on_change` is called when the card needs new facts."""
         if self._shares_prefixes:
             self.peers.start(supervisor, on_change)
+        self.declared_copies.start(supervisor)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add every service to one more server."""

@@ -37,6 +37,11 @@ class PrecacheConfig:
     prompts: tuple[DeclaredPrompt, ...] = setting(
         "prompts whose KV is computed ahead: tables, or JSON in the variable", parse_prompts, ()
     )
+    warm_nodes: int = setting(
+        "on how many nodes each declared prompt is kept warm, this one included",
+        whole(1, 16, "nodes"),
+        2,
+    )
     parallel: int = setting(
         "slots of a model that conversations share; 0: as many as context and memory allow",
         whole(0, 1024, "slots"),

@@ -179,7 +179,12 @@ def warm_figures(slots: Mapping[str, SlotStatus], warmed: PrewarmStats) -> Itera
 
 
 def warm_status(
-    slots: Mapping[str, SlotStatus], conversations: int, warmed: PrewarmStats, *, prompts: int
+    slots: Mapping[str, SlotStatus],
+    conversations: int,
+    warmed: PrewarmStats,
+    *,
+    prompts: int,
+    for_peers: int,
 ) -> Json:
     """The figures as JSON, with the slots of each model."""
     return as_json(warm_figures(slots, warmed)) | {
@@ -192,6 +197,7 @@ def warm_status(
         "running": warmed.running,
         "kept_tokens": warmed.kept_tokens,
         "declared": prompts,
+        "for_peers": for_peers,
     }
 
 

@@ -26,6 +26,7 @@ from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.cuts import unmarked
 from kakeya.generation.facts import ModelFacts
+from kakeya.generation.kv import KvHolder
 from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.pages.node_arena import NodeArena
@@ -301,6 +302,7 @@ class NodePrefixes:
         naming: Naming,
         pieces: Sequence[Piece],
         block_class: BlockClass,
+        told: KvHolder,
     ) -> dict[BlockId, Source]:
         """Bring pieces from disk, then from peers, as long as that is sooner than computing."""
         origins: dict[BlockId, Source] = {}
@@ -314,7 +316,7 @@ class NodePrefixes:
             whole = [piece.id for piece in pieces if not piece.is_tail]
             have = shelf.tree.match(whole).depth_ram
             if have < len(whole):
-                fetched = await self.elsewhere.fetch(shelf, naming, pieces, have, block_class)
+                fetched = await self.elsewhere.fetch(shelf, naming, pieces, have, block_class, told)
                 for block_id in fetched:
                     self.turns.landed(block_id)
                 origins.update(dict.fromkeys(fetched, Source.PEER))
@@ -338,6 +340,7 @@ class NodePrefixes:
         naming: Naming,
         pieces: Sequence[Piece],
         block_class: BlockClass,
+        told: KvHolder,
         joined: Callable[[list[BlockId]], None],
     ) -> Rendezvous | None:
         """Fetch the missing blocks from a peer, from the last one on, where that is of use."""
@@ -351,7 +354,9 @@ class NodePrefixes:
                 self.turns.landed(block_id)
             joined(came)
 
-        return await self.elsewhere.rendezvous(shelf, naming, pieces, have, block_class, landed)
+        return await self.elsewhere.rendezvous(
+            shelf, naming, pieces, have, block_class, told, landed
+        )
 
     def _landed(self, shelf: FingerprintBlocks, block_id: BlockId) -> None:
         if self._disk is not None:

@@ -159,6 +159,26 @@ Global___QuoteRequest: _TypeAlias = QuoteRequest  # noqa: Y015
 class QuoteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class KvBytesPerSecondEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     IS_READY_FIELD_NUMBER: _builtins.int
     LOAD_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
@@ -176,6 +196,8 @@ class QuoteResponse(_message.Message):
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
     ALIKE_REQUESTS_FIELD_NUMBER: _builtins.int
     COMING_TOKENS_FIELD_NUMBER: _builtins.int
+    SHARES_KV_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     is_ready: _builtins.bool
     """Whether it is in memory and serves."""
     load_seconds: _builtins.float
@@ -208,8 +230,14 @@ class QuoteResponse(_message.Message):
     leading tokens whose KV those of them leave that are not computed yet.
     """
     coming_tokens: _builtins.int
+    shares_kv: _builtins.bool
+    """Whether nodes can fetch KV from here, and this one from them; and from the others with the model,
+    by node id, the bytes/s with which KV would come: as measured, or as links of their kind have.
+    """
     @_builtins.property
     def answer_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def kv_bytes_per_second(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
         self,
         *,
@@ -230,10 +258,12 @@ class QuoteResponse(_message.Message):
         busy_share: _builtins.float = ...,
         alike_requests: _builtins.int = ...,
         coming_tokens: _builtins.int = ...,
+        shares_kv: _builtins.bool = ...,
+        kv_bytes_per_second: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alike_requests", b"alike_requests", "answer_tokens", b"answer_tokens", "batch_rows", b"batch_rows", "busy_share", b"busy_share", "cached_tokens", b"cached_tokens", "coming_tokens", b"coming_tokens", "is_ready", b"is_ready", "load_seconds", b"load_seconds", "numerics", b"numerics", "piece_tokens", b"piece_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompts_per_second", b"prompts_per_second", "refusal", b"refusal", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alike_requests", b"alike_requests", "answer_tokens", b"answer_tokens", "batch_rows", b"batch_rows", "busy_share", b"busy_share", "cached_tokens", b"cached_tokens", "coming_tokens", b"coming_tokens", "is_ready", b"is_ready", "kv_bytes_per_second", b"kv_bytes_per_second", "load_seconds", b"load_seconds", "numerics", b"numerics", "piece_tokens", b"piece_tokens", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompts_per_second", b"prompts_per_second", "refusal", b"refusal", "shares_kv", b"shares_kv", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,6 +387,8 @@ class RoutedDecodeRequest(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     STAY_WARM_SECONDS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    KV_HOLDER_FIELD_NUMBER: _builtins.int
+    KV_HOLDER_TOKENS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     draft_policy: _builtins.str
     """Whether drafts are made, and which: as draft_policy of RuntimeService.Generate."""
@@ -365,6 +397,11 @@ class RoutedDecodeRequest(_message.Message):
     stay_warm_seconds: _builtins.float
     client: _builtins.str
     """As in DescribeModel; that of `request` is a name for shares, which a caller may make up."""
+    kv_holder: _builtins.str
+    """The node that has the KV of most of the history, and of how many tokens, 0 = not known; "" =
+    none is known. It is fetched where that is sooner than computing it.
+    """
+    kv_holder_tokens: _builtins.int
     @_builtins.property
     def request(self) -> _engine_pb2.DecodeRequest:
         """As an engine is asked, without its KV and its draft sources."""
@@ -378,10 +415,12 @@ class RoutedDecodeRequest(_message.Message):
         retention: _builtins.int = ...,
         stay_warm_seconds: _builtins.float = ...,
         client: _builtins.str = ...,
+        kv_holder: _builtins.str = ...,
+        kv_holder_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "draft_policy", b"draft_policy", "model_id", b"model_id", "request", b"request", "retention", b"retention", "stay_warm_seconds", b"stay_warm_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "draft_policy", b"draft_policy", "kv_holder", b"kv_holder", "kv_holder_tokens", b"kv_holder_tokens", "model_id", b"model_id", "request", b"request", "retention", b"retention", "stay_warm_seconds", b"stay_warm_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,6 +583,83 @@ class WarmTurnResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmTurnResponse: _TypeAlias = WarmTurnResponse  # noqa: Y015
+
+@_typing.final
+class KeepWarmRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_LE32_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """Of the model and the marked tokens."""
+    model_id: _builtins.str
+    """"" = nothing is to be kept: only the answer's `keeping` is asked for."""
+    token_ids_le32: _builtins.bytes
+    """Empty = they were sent before."""
+    holder: _builtins.str
+    """The node that has the KV; "" = none."""
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        model_id: _builtins.str = ...,
+        token_ids_le32: _builtins.bytes = ...,
+        cuts: _abc.Iterable[_builtins.int] | None = ...,
+        holder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts", b"cuts", "digest", b"digest", "holder", b"holder", "model_id", b"model_id", "token_ids_le32", b"token_ids_le32"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepWarmRequest: _TypeAlias = KeepWarmRequest  # noqa: Y015
+
+@_typing.final
+class KeepWarmResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEEPING_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    keeping: _builtins.int
+    """What is done with the prefix: 0 nothing, 1 it is kept warm for another node, 2 it is declared
+    here.
+    """
+    outcome: _builtins.str
+    """The outcome of warming it, "warm" or another word, and why it was not warmed; "" = the tokens are
+    needed first.
+    """
+    reason: _builtins.str
+    tokens: _builtins.int
+    """Of the prefix; those that were there; those computed now."""
+    cached_tokens: _builtins.int
+    computed_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        keeping: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "keeping", b"keeping", "outcome", b"outcome", "reason", b"reason", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepWarmResponse: _TypeAlias = KeepWarmResponse  # noqa: Y015
 
 @_typing.final
 class EmbedTextsRequest(_message.Message):

@@ -69,6 +69,11 @@ class ServingServiceStub:
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.WarmTurnRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_serving__pb2.WarmTurnResponse.FromString,
                 _registered_method=True)
+        self.KeepWarm = channel.unary_unary(
+                '/kakeya.v1.ServingService/KeepWarm',
+                request_serializer=kakeya_dot_v1_dot_serving__pb2.KeepWarmRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_serving__pb2.KeepWarmResponse.FromString,
+                _registered_method=True)
         self.EmbedTexts = channel.unary_unary(
                 '/kakeya.v1.ServingService/EmbedTexts',
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.EmbedTextsRequest.SerializeToString,
@@ -140,6 +145,13 @@ class ServingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepWarm(self, request, context):
+        """Keeps a prefix warm that the caller declares, for some minutes from each call on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def EmbedTexts(self, request, context):
         """Vectors of texts, by a model that is an encoder.
         """
@@ -200,6 +212,11 @@ def add_ServingServiceServicer_to_server(servicer, server):
                     servicer.WarmTurn,
                     request_deserializer=kakeya_dot_v1_dot_serving__pb2.WarmTurnRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_serving__pb2.WarmTurnResponse.SerializeToString,
+            ),
+            'KeepWarm': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepWarm,
+                    request_deserializer=kakeya_dot_v1_dot_serving__pb2.KeepWarmRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_serving__pb2.KeepWarmResponse.SerializeToString,
             ),
             'EmbedTexts': grpc.unary_unary_rpc_method_handler(
                     servicer.EmbedTexts,
@@ -406,6 +423,33 @@ class ServingService:
             '/kakeya.v1.ServingService/WarmTurn',
             kakeya_dot_v1_dot_serving__pb2.WarmTurnRequest.SerializeToString,
             kakeya_dot_v1_dot_serving__pb2.WarmTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepWarm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.ServingService/KeepWarm',
+            kakeya_dot_v1_dot_serving__pb2.KeepWarmRequest.SerializeToString,
+            kakeya_dot_v1_dot_serving__pb2.KeepWarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

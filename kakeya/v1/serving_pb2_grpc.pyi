@@ -51,6 +51,8 @@ class ServingServiceStub:
     """Forgets the KV of one key."""
     WarmTurn: _grpc.UnaryUnaryMultiCallable[_serving_pb2.WarmTurnRequest, _serving_pb2.WarmTurnResponse]
     """Has warm what the next turn of a conversation begins with, as after a turn of an own client."""
+    KeepWarm: _grpc.UnaryUnaryMultiCallable[_serving_pb2.KeepWarmRequest, _serving_pb2.KeepWarmResponse]
+    """Keeps a prefix warm that the caller declares, for some minutes from each call on."""
     EmbedTexts: _grpc.UnaryUnaryMultiCallable[_serving_pb2.EmbedTextsRequest, _serving_pb2.EmbedTextsResponse]
     """Vectors of texts, by a model that is an encoder."""
     HoldAnswer: _grpc.UnaryUnaryMultiCallable[_serving_pb2.HoldAnswerRequest, _serving_pb2.HoldAnswerResponse]
@@ -82,6 +84,8 @@ class ServingServiceAsyncStub(ServingServiceStub):
     """Forgets the KV of one key."""
     WarmTurn: _aio.UnaryUnaryMultiCallable[_serving_pb2.WarmTurnRequest, _serving_pb2.WarmTurnResponse]  # type: ignore[assignment]
     """Has warm what the next turn of a conversation begins with, as after a turn of an own client."""
+    KeepWarm: _aio.UnaryUnaryMultiCallable[_serving_pb2.KeepWarmRequest, _serving_pb2.KeepWarmResponse]  # type: ignore[assignment]
+    """Keeps a prefix warm that the caller declares, for some minutes from each call on."""
     EmbedTexts: _aio.UnaryUnaryMultiCallable[_serving_pb2.EmbedTextsRequest, _serving_pb2.EmbedTextsResponse]  # type: ignore[assignment]
     """Vectors of texts, by a model that is an encoder."""
     HoldAnswer: _aio.UnaryUnaryMultiCallable[_serving_pb2.HoldAnswerRequest, _serving_pb2.HoldAnswerResponse]  # type: ignore[assignment]
@@ -152,6 +156,14 @@ class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.WarmTurnResponse, _abc.Awaitable[_serving_pb2.WarmTurnResponse]]:
         """Has warm what the next turn of a conversation begins with, as after a turn of an own client."""
+
+    @_abc_1.abstractmethod
+    def KeepWarm(
+        self,
+        request: _serving_pb2.KeepWarmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.KeepWarmResponse, _abc.Awaitable[_serving_pb2.KeepWarmResponse]]:
+        """Keeps a prefix warm that the caller declares, for some minutes from each call on."""
 
     @_abc_1.abstractmethod
     def EmbedTexts(

@@ -31,7 +31,7 @@ from kakeya.generation.frames import (
     Tokens,
     Usage,
 )
-from kakeya.generation.kv import KvOffer, KvPages, PageRef
+from kakeya.generation.kv import NO_HOLDER, KvOffer, KvPages, PageRef
 from kakeya.generation.request import DecodeJob, DraftSource, GenerationPriority, Sampling
 from kakeya.v1 import engine_pb2 as pb
 
@@ -92,6 +92,7 @@ JOBS = drawn(
     frame_s=st.integers(0, 10_000).map(lambda milliseconds: milliseconds / 1000),
     top_logprobs=st.none() | st.integers(0, 20),
     wait=st.none(),
+    kv_holder=st.just(NO_HOLDER),
     kv=st.none(),  # these stay in the agent
     kv_retention=st.just(DecodeJob(token_ids=(), max_tokens=0).kv_retention),
     stay_warm_s=st.just(0.0),

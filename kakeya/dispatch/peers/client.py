@@ -21,6 +21,7 @@ from kakeya.dispatch.peers.wire import (
     quote_from_wire,
     wait_from_wire,
 )
+from kakeya.fleet.placement.keepers import Keeping
 from kakeya.generation.cuts import unmarked
 from kakeya.generation.engine_wire import facts_from_wire, frames_from_wire, job_to_wire
 from kakeya.generation.facts import ModelFacts
@@ -31,6 +32,9 @@ from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import RequestWait
+from kakeya.prefix.seam import Warmed, WarmOutcome, WarmReport
+from kakeya.prefix.warm.for_peers import PeerPrefix
+from kakeya.prefix.warm.prewarm import PREWARM_S
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceStub
@@ -46,6 +50,8 @@ _MARGIN_S = 5.0
 """Beside the seconds that the peer may take by itself."""
 _SHORT_S = 2.0
 _EMBED_S = 120.0
+_WARM_S = PREWARM_S + 30.0
+"""Prefixes are warmed one after the other, behind all requests."""
 _LONGEST_S = 24 * 3600.0
 """Of an answer; one that no more is heard of ends long before."""
 
@@ -133,6 +139,8 @@ class PeerCalls:
             retention=request.kv_retention,
             stay_warm_seconds=request.stay_warm_s,
             client=client,
+            kv_holder=request.kv_holder.node_id,
+            kv_holder_tokens=request.kv_holder.tokens,
         )
         told: RequestWait | None = None
         if request.wait is not None:
@@ -196,6 +204,34 @@ class PeerCalls:
         with calling(self._name):
             await self._stub.WarmTurn(request, timeout=_SHORT_S)
 
+    async def keeping(self, digest: bytes, timeout_s: float) -> Keeping:
+        """What the peer does with a prefix. Raises the peer's errors."""
+        with calling(self._name):
+            reply = await self._stub.KeepWarm(pb.KeepWarmRequest(digest=digest), timeout=timeout_s)
+        return _keeping(reply.keeping)
+
+    async def keep_warm(self, prefix: PeerPrefix) -> WarmReport | None:
+        """Have a prefix kept warm, for as long as that is said again; the report of warming it.
+        None = it is not known there without tokens. Raises the peer's errors."""
+        ids, cuts = unmarked(prefix.tokens)
+        request = pb.KeepWarmRequest(
+            digest=prefix.digest,
+            model_id=prefix.model_id,
+            token_ids_le32=pack_ids(ids),
+            cuts=cuts,
+            holder=prefix.holder.node_id,
+        )
+        with calling(self._name):
+            reply = await self._stub.KeepWarm(request, timeout=_WARM_S)
+        if not reply.outcome:
+            return None
+        warmed = Warmed(
+            tokens=reply.tokens, cached=reply.cached_tokens, computed=reply.computed_tokens
+        )
+        is_known = reply.outcome in set(WarmOutcome)
+        outcome = WarmOutcome(reply.outcome) if is_known else WarmOutcome.FAILED
+        return WarmReport(outcome=outcome, warmed=warmed, reason=reply.reason)
+
     async def embed(
         self, model_id: str, texts: Sequence[Sequence[int]], size: int
     ) -> tuple[bytes, str]:
@@ -222,3 +258,7 @@ class PeerCalls:
         with calling(self._name):
             reply = await self._stub.FindAnswer(request, timeout=_SHORT_S)
         return copy_from_wire(reply.copy)
+
+
+def _keeping(raw: int) -> Keeping:
+    return Keeping(raw) if raw in set(Keeping) else Keeping.NOTHING

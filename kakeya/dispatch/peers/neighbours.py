@@ -23,11 +23,13 @@ from kakeya.dispatch.peers.client import PeerCalls, PeerDescription
 from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, OfferedModel
+from kakeya.fleet.paths.link_rates import LOOPBACK
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.peers.peers import Neighbourhood
 from kakeya.prefix.seam import PrefixClaim, TokenSource
+from kakeya.wire.channels import is_local
 from kakeya.wire.status import is_answer
 
 _log = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ _SPARED_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPeer:
-    """A live node that offers a model."""
+    """A live node that offers a model; `network` is the kind of the one that it is called over, ""
+    = not known."""
 
     node_id: str
     label: str
@@ -56,6 +59,7 @@ class ServingPeer:
     offered: OfferedModel
     is_suspect: bool
     rtt_s: float = 0.0
+    network: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,12 @@ class _Described:
 class ServingPeers:
     """See the module; lives on the event loop."""
 
-    def __init__(self, plane: Neighbourhood, texts: TextFiles, clock: Clock) -> None:
+    def __init__(
+        self, plane: Neighbourhood, texts: TextFiles, clock: Clock, *, shares_kv: bool = False
+    ) -> None:
+        """`shares_kv`: this node exchanges KV with peers."""
         self._plane = plane
+        self._shares_kv = shares_kv
         self._texts = texts
         self._clock = clock
         self._described: dict[tuple[str, str], _Described] = {}
@@ -149,6 +157,16 @@ class ServingPeers:
         found = await asyncio.gather(*map(ask, peers.values()))
         by_name = {one.model_id: one for answer in found for one in answer}
         return tuple(by_name[name] for name in sorted(by_name))
+
+    def kv_rates(self, model_id: str) -> Mapping[str, float] | None:
+        """The bytes/s with which KV of a model is expected here from each peer that serves it, by
+        node id; None = this node shares no KV."""
+        if not self._shares_kv:
+            return None
+        return {
+            peer.node_id: self._plane.links.expected(peer.node_id, peer.network)
+            for peer in self.offering(model_id)[:MOST_QUOTED]
+        }
 
     def abroad(self, kv_key: str) -> str:
         """The name at other nodes of a KV key of this node."""
@@ -257,6 +275,8 @@ class ServingPeers:
 
 
 def _peer(card: Card, offered: OfferedModel, address: str, is_suspect: bool) -> ServingPeer:
+    way = next((one for one in card.endpoints if one.address == address), None)
+    named = "" if way is None else way.network
     return ServingPeer(
         node_id=card.node_id,
         label=card.label or card.node_id,
@@ -264,5 +284,6 @@ def _peer(card: Card, offered: OfferedModel, address: str, is_suspect: bool) -> 
         address=address,
         offered=offered,
         is_suspect=is_suspect,
-        rtt_s=next((way.rtt_ms for way in card.endpoints if way.address == address), 0.0) / 1000,
+        rtt_s=0.0 if way is None else way.rtt_ms / 1000,
+        network=LOOPBACK if is_local(address) else named,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol, runtime_checkable
@@ -75,7 +75,8 @@ class Quote:
 
     `load_s` is 0 for a model in memory, None = not known. A prompt is computed in pieces of
     `piece_tokens`, 0 = as a whole. `cached_tokens` are leading ones of the history whose KV is
-    there.
+    there. `kv_rates` are the bytes/s with which KV comes there from other nodes, by node id; None =
+    it shares no KV with others.
     """
 
     is_ready: bool
@@ -89,9 +90,15 @@ class Quote:
     alike: PromptsAlike = field(default_factory=PromptsAlike)
     refusal: str = ""
     origin: AnswerOrigin = field(default_factory=AnswerOrigin)
+    kv_rates: Mapping[str, float] | None = None
 
 
-def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) -> Quote:
+def quote_of(
+    model: QuotedModel,
+    token_ids: Sequence[int],
+    cuts: Sequence[int],
+    kv_rates: Mapping[str, float] | None = None,
+) -> Quote:
     """The quote of a model of this node for a history."""
     facts = model.facts
     if facts is None:
@@ -108,6 +115,7 @@ def quote_of(model: QuotedModel, token_ids: Sequence[int], cuts: Sequence[int]) 
         alike=model.alike(token_ids),
         refusal=model.refusal,
         origin=origin_of(facts, model.adapter_digest),
+        kv_rates=kv_rates,
     )
 
 

@@ -7,7 +7,7 @@ never goes on to a third node.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -29,12 +29,14 @@ from kakeya.generation.engine_wire import (
 )
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Frame
+from kakeya.generation.kv import KvHolder
 from kakeya.generation.model import DraftRouter, LoadableModel
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, Precache, PrefixClaim
+from kakeya.prefix.warm.for_peers import PeerPrefix, PrefixesForPeers
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceServicer
@@ -55,9 +57,15 @@ class ServingService(ServingServiceServicer):
         texts: TextFiles,
         clients: Clients,
         precache: Precache,
+        for_peers: PrefixesForPeers,
         held: HeldAnswers,
+        *,
+        kv_rates: Callable[[str], Mapping[str, float] | None] = lambda model_id: None,
     ) -> None:
+        """`kv_rates` are those of quotes for a model."""
+        self._kv_rates = kv_rates
         self._precache = precache
+        self._for_peers = for_peers
         self._held = held
         self._models = models
         self._router = router
@@ -94,7 +102,8 @@ class ServingService(ServingServiceServicer):
             self._refuse_new()
             model = self._models.get(request.model_id, request.client)
             ids = ids_from_wire(request.token_ids_le32)
-            return quote_to_wire(quote_of(model, ids, tuple(request.cuts)))
+            rates = self._kv_rates(request.model_id)
+            return quote_to_wire(quote_of(model, ids, tuple(request.cuts), rates))
         raise AssertionError("abort returned")
 
     async def ListServedAdapters(
@@ -175,6 +184,35 @@ class ServingService(ServingServiceServicer):
                 self._precache.turn_ended(claim, tokens)
         return pb.WarmTurnResponse()
 
+    async def KeepWarm(self, request: pb.KeepWarmRequest, context: Context) -> pb.KeepWarmResponse:
+        """Keep a prefix of another node warm."""
+        async with errors_end(context):
+            self._refuse_new()
+            if not request.model_id:
+                return pb.KeepWarmResponse(keeping=self._for_peers.keeping(request.digest))
+            ids = ids_from_wire(request.token_ids_le32)
+            tokens = marked(ids, tuple(request.cuts))
+            report = await self._for_peers.keep(
+                PeerPrefix(
+                    model_id=request.model_id,
+                    digest=request.digest,
+                    tokens=tokens,
+                    holder=KvHolder(node_id=request.holder, tokens=len(ids)),
+                )
+            )
+            keeping = self._for_peers.keeping(request.digest)
+            if report is None:
+                return pb.KeepWarmResponse(keeping=keeping)
+            return pb.KeepWarmResponse(
+                keeping=keeping,
+                outcome=report.outcome,
+                reason=report.reason,
+                tokens=report.warmed.tokens,
+                cached_tokens=report.warmed.cached,
+                computed_tokens=report.warmed.computed,
+            )
+        raise AssertionError("abort returned")
+
     async def EmbedTexts(
         self, request: pb.EmbedTextsRequest, context: Context
     ) -> pb.EmbedTextsResponse:
@@ -241,6 +279,7 @@ class ServingService(ServingServiceServicer):
             kv_key=kv_key,
             kv_retention=retention,
             stay_warm_s=request.stay_warm_seconds,
+            kv_holder=KvHolder(node_id=request.kv_holder, tokens=request.kv_holder_tokens),
         )
         return asked, model
 

@@ -21,6 +21,7 @@ from kakeya.v1 import serving_pb2 as pb
 
 _NOT_KNOWN = -1.0
 _MOST_PER_S = 1000.0
+_MOST_BYTES_PER_S = 1e12
 _THINKING: dict[str, Thinking] = {"on": "on", "off": "off"}
 
 
@@ -44,6 +45,8 @@ def quote_to_wire(quote: Quote) -> pb.QuoteResponse:
         refusal=quote.refusal,
         weights=quote.origin.weights,
         numerics=quote.origin.numerics,
+        shares_kv=quote.kv_rates is not None,
+        kv_bytes_per_second=quote.kv_rates,
     )
 
 
@@ -67,7 +70,13 @@ def quote_from_wire(message: pb.QuoteResponse) -> Quote:
         alike=PromptsAlike(requests=message.alike_requests, tokens=message.coming_tokens),
         refusal=message.refusal,
         origin=AnswerOrigin(weights=message.weights, numerics=message.numerics),
+        kv_rates=_kv_rates(message) if message.shares_kv else None,
     )
+
+
+def _kv_rates(message: pb.QuoteResponse) -> dict[str, float]:
+    told = message.kv_bytes_per_second.items()
+    return {node_id: min(rate, _MOST_BYTES_PER_S) for node_id, rate in told if rate > 0}
 
 
 def _within(number: float, most: float) -> float:

@@ -145,7 +145,8 @@ class RoutedModel:
         )
         while True:
             decision, told = await route.decide(job)
-            rest = job.rest(clock.mono())
+            holder = route.kv_holder(decision, told)
+            rest = replace(job.rest(clock.mono()), kv_holder=holder)
             self.decisions.append(decision)
             key = self._history.begin(told, decision)
             try:

@@ -41,6 +41,7 @@ from kakeya.dispatch.routing.decision import NoRoute, RouteDecision, choose
 from kakeya.fleet.cards.cards import CardRole, OfferedModel
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import ModelFacts, ModelState
+from kakeya.generation.kv import NO_HOLDER, KvHolder
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 
 ELSEWHERE = (PeerError, Refused, Conflict, LoadFailed, ModelLoading, NotFound)
@@ -241,7 +242,8 @@ class RequestRoute:
             )
         found: list[RouteCandidate] = []
         if self._own is not None and has_own:
-            quote: Quote | str = quote_of(self._own, rest.token_ids, rest.cuts)
+            rates = self._peers.kv_rates(self._model_id)
+            quote: Quote | str = quote_of(self._own, rest.token_ids, rest.cuts, rates)
             if not _has_words_of(self._facts, self._own.facts):
                 quote = "its vocabulary is not that of the prompt"
             found.append(self._candidate(own_id, quote, None))
@@ -252,8 +254,36 @@ class RequestRoute:
             unsure = [one for one in found if one.unfit in (LATE, self._refusal(one.node_id))]
             found = [replace(one, unfit="") if one in unsure else one for one in found]
         self._unsure = frozenset(one.node_id for one in unsure)
+        found = [replace(one, kv_rates=self._kv_rates(one.node_id)) for one in found]
         found += [RouteCandidate(node_id=one, unfit=why) for one, why in self._lost.items()]
         return self._history.ledger.corrected(told, found, self._clock.mono())
+
+    def kv_holder(self, decision: RouteDecision, told: RoutedRequest) -> KvHolder:
+        """The node from which the chosen one may fetch KV that it lacks: as foretold, or the one
+        with the most, or else the one that served the conversation last, if it quotes no more."""
+        chosen, most = decision.chosen, NO_HOLDER
+        if chosen.fetched_tokens:
+            tokens = chosen.warm_tokens + chosen.fetched_tokens
+            return KvHolder(node_id=chosen.fetch.node_id, tokens=tokens)
+        for node_id in self._kv_rates(chosen.node_id):
+            held = self._quotes[node_id].cached_tokens
+            if held > max(chosen.warm_tokens, most.tokens):
+                most = KvHolder(node_id=node_id, tokens=held)
+        if most is NO_HOLDER and told.last_node not in (*self._quotes, ""):
+            return KvHolder(node_id=told.last_node)
+        return most
+
+    def _kv_rates(self, node_id: str) -> Mapping[str, float]:
+        """The bytes/s with which KV comes to a node from those that compute as it does."""
+        quote = self._quotes.get(node_id)
+        if quote is None or not quote.kv_rates or not quote.origin.numerics:
+            return {}
+        found = {one: (quote.kv_rates.get(one), told) for one, told in self._quotes.items()}
+        return {
+            one: rate
+            for one, (rate, told) in found.items()
+            if rate and told.kv_rates is not None and told.origin == quote.origin
+        }
 
     def _refusal(self, node_id: str) -> str:
         quote = self._quotes.get(node_id)
@@ -296,6 +326,7 @@ class RequestRoute:
             ),
             link=NodeLink(round_trip_s=0.0 if peer is None else peer.rtt_s),
             warm_tokens=max(quote.cached_tokens, quote.alike.tokens),
+            held_tokens=quote.cached_tokens,
             sharers=quote.alike.requests,
             unfit=unfit,
         )

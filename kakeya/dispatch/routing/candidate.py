@@ -6,7 +6,8 @@ nothing else is said.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from kakeya.generation.facts import ModelState
 from kakeya.generation.request import GenerationPriority
@@ -99,9 +100,11 @@ class RouteCandidate:
     """A node that has the model, with figures that are `age_s` old.
 
     The model is ready in `load_s`, of a READY one 0. Of the prompt, `warm_tokens` leading tokens
-    need not be computed there; they are there in `warm_s` (read from disk). `sharers` is how
-    many requests in flight there have most of the prompt in common with it. `unfit` says why the
-    node cannot serve the request at all; "" = it can.
+    need not be computed there; they are there in `warm_s` (read from disk). Others can fetch the KV
+    of the first `held_tokens`: that of more is still to be computed. `kv_rates` are the bytes/s
+    with which KV comes there from other nodes, by node id; from those that it leaves out none does.
+    `sharers` is how many requests in flight there have most of the prompt in common with it.
+    `unfit` says why the node cannot serve the request at all; "" = it can.
     """
 
     node_id: str
@@ -113,6 +116,8 @@ class RouteCandidate:
     link: NodeLink = NodeLink()
     warm_tokens: int = 0
     warm_s: float = 0.0
+    held_tokens: int = 0
+    kv_rates: Mapping[str, float] = field(default_factory=dict)
     sharers: int = 0
     age_s: float = 0.0
     unfit: str = ""

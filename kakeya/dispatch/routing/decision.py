@@ -111,6 +111,8 @@ def _reason(
     said = f"first token in about {chosen.first_s:.2f} s"
     if chosen.warm_tokens:
         said += f", {chosen.warm_tokens} of {request.prompt_tokens} tokens are warm there"
+    if chosen.fetched_tokens:
+        said += f", {chosen.fetched_tokens} come from {chosen.fetch.node_id}"
     if len(estimates) == 1:
         return f"the only node that can serve it: {said}"
     if is_late:

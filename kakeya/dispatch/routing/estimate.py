@@ -35,7 +35,9 @@ from kakeya.dispatch.routing.candidate import (
     RouteCandidate,
     RoutedRequest,
 )
+from kakeya.fleet.paths.link_rates import fetch_seconds
 from kakeya.prefix.names.blocks import TOKEN_BYTES
+from kakeya.prefix.peers.seams import LOOKUP_S
 
 UNKNOWN_PREFILL = 200.0
 UNKNOWN_DECODE = 10.0
@@ -55,9 +57,30 @@ TERMS = ("link", "load", "wait", "place", "prefill", "decode", "rows", "later", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvFetch:
+    """KV of so many tokens that comes from a node, in `seconds`, with `bytes_per_s`."""
+
+    tokens: int = 0
+    node_id: str = ""
+    seconds: float = 0.0
+    bytes_per_s: float = 0.0
+
+    def describe(self) -> Json:
+        """For receipts and `kakeya explain`."""
+        return {
+            "node": self.node_id,
+            "seconds": round(self.seconds, 3),
+            "bytes_per_second": round(self.bytes_per_s),
+        }
+
+
+NO_FETCH = KvFetch()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouteEstimate:
-    """The expected times of one node. Of the prompt, `warm_tokens` are there already and
-    `fetched_tokens` more come from another node; the others are computed."""
+    """The expected times of one node. Of the prompt, `warm_tokens` are there already, and those of
+    `fetch` more come from another node; the others are computed."""
 
     node_id: str
     link_s: float
@@ -71,7 +94,12 @@ class RouteEstimate:
     places_s: float = 0.0
     copy_s: float = 0.0
     warm_tokens: int = 0
-    fetched_tokens: int = 0
+    fetch: KvFetch = NO_FETCH
+
+    @property
+    def fetched_tokens(self) -> int:
+        """Of the prompt, the tokens whose KV comes from another node."""
+        return self.fetch.tokens
 
     @property
     def first_s(self) -> float:
@@ -99,6 +127,7 @@ class RouteEstimate:
             "terms_s": {term: round(getattr(self, f"{term}_s"), 3) for term in TERMS},
             "warm_tokens": self.warm_tokens,
             "fetched_tokens": self.fetched_tokens,
+            "fetch": self.fetch.describe() if self.fetched_tokens else None,
         }
 
 
@@ -123,8 +152,8 @@ def _estimate(
     rows = [left or UNKNOWN_OUTPUT_TOKENS for left in work.rows]
     token_s = _slowdown(speed, prefill_rate, len(rows)) / prefill_rate
     warm = min(node.warm_tokens, max(0, request.prompt_tokens - 1))
-    fetched, fetch_s = _fetch(request, node, nodes, warm, token_s)
-    own_s = (request.prompt_tokens - warm - fetched) / prefill_rate
+    fetch = plan_fetch(request, node, nodes, warm, token_s)
+    own_s = (request.prompt_tokens - warm - fetch.tokens) / prefill_rate
     wait_s = work.prompt_tokens * token_s
     decode_s = max(0, request.output_tokens - 1) * _step_s(speed, len(rows) + 1)
     return RouteEstimate(
@@ -133,14 +162,14 @@ def _estimate(
         load_s=node.load_s,
         wait_s=wait_s,
         place_s=_place_s(speed, rows, work.prompts),
-        prefill_s=node.warm_s + fetch_s + own_s * token_s * prefill_rate,
+        prefill_s=node.warm_s + fetch.seconds + own_s * token_s * prefill_rate,
         decode_s=decode_s,
         rows_s=DECODE_SHARE * _rows_s(request, speed, rows, own_s),
         later_s=LATER_SHARE * _followers(node) * own_s * (wait_s + own_s / 2),
         places_s=_places_s(node, decode_s),
-        copy_s=-_copy_s(request, nodes, warm + fetched, own_s, prefill_rate),
+        copy_s=-_copy_s(request, nodes, warm + fetch.tokens, own_s, prefill_rate),
         warm_tokens=warm,
-        fetched_tokens=fetched,
+        fetch=fetch,
     )
 
 
@@ -170,25 +199,27 @@ def _place_s(speed: NodeSpeed, rows: list[int], prompts: int) -> float:
     return ends[0] * _step_s(speed, speed.max_rows)
 
 
-def _fetch(
+def plan_fetch(
     request: RoutedRequest,
     node: RouteCandidate,
     nodes: Sequence[RouteCandidate],
     warm: int,
     token_s: float,
-) -> tuple[int, float]:
-    """How many tokens behind the warm ones come from another node sooner than they are computed,
-    and in how many seconds. Over a link without a measured rate none do."""
-    best = 0, 0.0
+) -> KvFetch:
+    """The KV behind the warm tokens that comes to a node from another one, where that is sooner
+    than computing it in `token_s` each; of several the one that saves most."""
+    best, best_saved_s = NO_FETCH, 0.0
     for holder in nodes if request.kv_bytes_per_token else ():
-        tokens = min(holder.warm_tokens, request.prompt_tokens - 1) - warm
-        links = [end.link for end in (holder, node) if not end.is_local]
-        if holder is node or tokens <= 0 or not all(link.bytes_per_s for link in links):
+        tokens = min(holder.held_tokens, request.prompt_tokens - 1) - warm
+        rate = node.kv_rates.get(holder.node_id, 0.0)
+        if holder.node_id == node.node_id or tokens <= 0 or rate <= 0:
             continue
         size = tokens * request.kv_bytes_per_token
-        seconds = max((link.seconds(size) for link in links), default=0.0)
-        if tokens * token_s - seconds > best[0] * token_s - best[1]:
-            best = tokens, seconds
+        seconds = LOOKUP_S + fetch_seconds(size, rate)
+        saved_s = tokens * token_s - seconds
+        if saved_s > best_saved_s:
+            best_saved_s = saved_s
+            best = KvFetch(tokens=tokens, node_id=holder.node_id, seconds=seconds, bytes_per_s=rate)
     return best
 
 

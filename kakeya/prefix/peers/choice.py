@@ -11,21 +11,15 @@ without a measurement counts as fast: its first block measures it, at the price 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kakeya.fleet.paths.link_rates import LinkRate, fetch_seconds
 from kakeya.prefix.peers.seams import LOOKUP_S, MOST_PEERS, BlockPart, MissingBlocks
 from kakeya.prefix.peers.two_sided import is_sooner
 
-RATE_KEPT_S = 120.0
-"""How long a measured link counts as measured."""
-_SMOOTHING = 0.3
-"""Weight of the newest block in a link's rate."""
 _PATIENCE = 2.0
 """How many times as long as the blocks before it a block may take."""
-_MARGIN = 1.1
-"""How much faster than the prefill a link has to be: a block also has to be taken in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,27 +61,6 @@ class Hit:
         return bool(self.sizes)
 
 
-@dataclass(slots=True)
-class LinkRate:
-    """How fast blocks come from one peer; 0 = none came yet. `streams` of ours are open on it."""
-
-    bytes_per_s: float = 0.0
-    streams: int = 0
-    _measured_mono: float = math.inf
-
-    def observe(self, size: int, seconds: float, now: float) -> None:
-        """One block of so many bytes took so long, from the end of the one before."""
-        self._measured_mono = now
-        rate = size / max(seconds, 1e-6)
-        known = self.bytes_per_s
-        self.bytes_per_s = rate if not known else known + _SMOOTHING * (rate - known)
-
-    def age(self, now: float) -> None:
-        """Forget an old rate: a link that was slow is else never tried again."""
-        if now - self._measured_mono > RATE_KEPT_S:
-            self.bytes_per_s, self._measured_mono = 0.0, math.inf
-
-
 def is_worth_asking(wanted: MissingBlocks) -> bool:
     """Whether so much is missing that a lookup costs little beside it."""
     return wanted.missing * wanted.block_s > 2 * LOOKUP_S
@@ -97,7 +70,7 @@ def is_worth_taking(wanted: MissingBlocks, bytes_per_s: float) -> bool:
     """Whether a block comes sooner than it is computed; 0 bytes/s = not measured."""
     if not bytes_per_s:
         return wanted.block_s > 0
-    return wanted.block_bytes / bytes_per_s * _MARGIN < wanted.block_s
+    return fetch_seconds(wanted.block_bytes, bytes_per_s) < wanted.block_s
 
 
 def is_worth_meeting(wanted: MissingBlocks, blocks: int, bytes_per_s: float) -> bool:

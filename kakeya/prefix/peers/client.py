@@ -29,9 +29,10 @@ from kakeya.core.errors import (
 )
 from kakeya.core.log import event
 from kakeya.decoding.remote.breaker import BreakerState, CircuitBreaker
+from kakeya.fleet.paths.link_rates import LinkRate
 from kakeya.prefix.peers.answers import Lie, checked, due_part, read_hit, tail_after
 from kakeya.prefix.peers.auth import FleetKey, Metadata
-from kakeya.prefix.peers.choice import BlockHolder, Hit, LinkRate
+from kakeya.prefix.peers.choice import BlockHolder, Hit
 from kakeya.prefix.peers.chunks import CHUNK_BYTES, Assembly, BrokenBlock, ChunkFault
 from kakeya.prefix.peers.numbers import is_finite
 from kakeya.prefix.peers.seams import MAX_IDS, TAIL_NAME_BYTES, MissingBlocks
@@ -66,13 +67,14 @@ class PrefixPeer:
         channel_for: ChannelFor,
         clock: Clock,
         rng: random.Random,
+        rate: LinkRate,
         fleet_key: FleetKey | None = None,
     ) -> None:
         self._channel_for = channel_for
         self._clock = clock
         self._fleet_key = fleet_key
         self.breaker = CircuitBreaker(rng)
-        self.rate = LinkRate()
+        self.rate = rate
         self.standing = PeerRecord()
 
     def may_be_asked(self, now: float) -> bool:
@@ -138,11 +140,12 @@ class PrefixPeer:
             raise
         self.rate.streams += 1
         try:
+            began = self._clock.mono()
             for index in sent:
-                began = self._clock.mono()
                 payload = await self._block(call, hit, wanted, index)
                 now = self._clock.mono()
                 self.rate.observe(len(payload), now - began, now)
+                began = now
                 if index in order:
                     yield index, payload
             self.standing.sent()

@@ -21,11 +21,11 @@ from enum import Enum, auto
 from kakeya.core.clock import Clock
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, PeerUnavailable
 from kakeya.core.log import event
+from kakeya.fleet.paths.link_rates import LinkRate, LinkRates
 from kakeya.prefix.peers.auth import FleetKey
 from kakeya.prefix.peers.choice import (
     BlockHolder,
     Hit,
-    LinkRate,
     due_s,
     in_order,
     is_worth_asking,
@@ -80,6 +80,7 @@ class PeerFetch:
         rng: random.Random,
         fleet_key: FleetKey | None = None,
         on_lost: Callable[[str], None] = lambda address: None,
+        links: LinkRates | None = None,
         lookup_s: float = 0.0,
     ) -> None:
         self._channel_for = channel_for
@@ -88,6 +89,7 @@ class PeerFetch:
         self._fleet_key = fleet_key
         self._on_lost = on_lost
         self._lookup_s = lookup_s
+        self._links = LinkRates() if links is None else links
         self._peers: OrderedDict[str, PrefixPeer] = OrderedDict()
         self.stats = FetchStats()
 
@@ -319,6 +321,7 @@ class PeerFetch:
                 channel_for=self._channel_for,
                 clock=self._clock,
                 rng=self._rng,
+                rate=self._links.link(holder.node_id),
                 fleet_key=self._fleet_key,
             )
             if len(self._peers) > PEERS_KEPT:

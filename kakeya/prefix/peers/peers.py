@@ -27,7 +27,9 @@ from kakeya.core.figures import Figure, Json, as_json
 from kakeya.core.tasks import Supervisor, every
 from kakeya.fleet.cards.cards import CacheOffer, Card
 from kakeya.fleet.cards.convert import cache_to_wire
+from kakeya.fleet.paths.link_rates import LinkRates
 from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.generation.kv import NO_HOLDER, KvHolder
 from kakeya.generation.retention import BlockClass
 from kakeya.prefix.config import PrecacheConfig
 from kakeya.prefix.disk.store import BlockStore
@@ -110,6 +112,11 @@ class Neighbourhood(Protocol):
         """The addresses of peers."""
         ...
 
+    @property
+    def links(self) -> LinkRates:
+        """How fast bytes come from peers."""
+        ...
+
     def why_not_dial(self, address: str) -> str:
         """Why an address of a card is not dialled; "" = it may be."""
         ...
@@ -155,6 +162,7 @@ class PrefixPeers:
             rng=rng,
             fleet_key=fleet_key,
             on_lost=plane.call_failed,
+            links=plane.links,
         )
 
     @property
@@ -195,11 +203,12 @@ class PrefixPeers:
         pieces: Sequence[Piece],
         have: int,
         block_class: BlockClass,
+        told: KvHolder = NO_HOLDER,
     ) -> Collection[BlockId]:
         """Bring whole blocks from the first that is not here on into pages, sooner than they would
         be computed; which came."""
         wanted = _wanted(naming, pieces, have)
-        found = self.holders(wanted)
+        found = self.holders(wanted, told)
         if not found or self._fetch.prefers_meeting(wanted, found) is not None:
             return ()
         sink = PageSink(self._pages, shelf, naming, pieces, block_class, self._holder)
@@ -218,6 +227,7 @@ class PrefixPeers:
         pieces: Sequence[Piece],
         have: int,
         block_class: BlockClass,
+        told: KvHolder,
         joined: Callable[[list[BlockId]], None],
     ) -> Rendezvous | None:
         """Begin to fetch from the end, where that and computing together are sooner than either
@@ -226,7 +236,7 @@ class PrefixPeers:
         wanted = _wanted(naming, pieces, have)
         holder = self._late.pop(wanted.ids[-1], None)
         if holder is None:
-            holder = self._fetch.prefers_meeting(wanted, self.holders(wanted))
+            holder = self._fetch.prefers_meeting(wanted, self.holders(wanted, told))
         if holder is None or not is_worth_while(wanted.missing, block_s=wanted.block_s):
             return None
 
@@ -250,23 +260,29 @@ class PrefixPeers:
             made.agree(meeting)
             await self._fetch.fetch_back(hit, wanted, meeting, held, made.look)
 
-    def holders(self, wanted: MissingBlocks) -> list[BlockHolder]:
-        """The nodes with cards that name missing blocks of a history, if it is worth it."""
+    def holders(self, wanted: MissingBlocks, told: KvHolder = NO_HOLDER) -> list[BlockHolder]:
+        """The nodes that have missing blocks of a history by their cards, and the one that is told
+        to have them, which may have computed them since; none if it is not worth it."""
         if not is_worth_asking(wanted):
             return []
         registry = self._plane.registry
         cards = registry.live_peers(mono=self._clock.mono())
-        caching = [card for card in cards if card.caches]
+        caching = [card for card in cards if card.caches or card.node_id == told.node_id]
         if not caching:
             return []
         suspects = registry.suspects()
-        return holders(
-            (card for card in caching if card.node_id not in suspects),
-            wanted.fingerprint,
-            wanted.ids,
-            wanted.have,
-            address_of=self._address,
+        trusted = [card for card in caching if card.node_id not in suspects]
+        found = holders(
+            trusted, wanted.fingerprint, wanted.ids, wanted.have, address_of=self._address
         )
+        blocks = min(told.tokens // wanted.fingerprint.block_tokens, len(wanted.ids))
+        if told.tokens and blocks <= wanted.have:
+            return found
+        for card in trusted:
+            if card.node_id == told.node_id and (address := self._address(card)):
+                found = [holder for holder in found if holder.node_id != told.node_id]
+                found.append(BlockHolder(node_id=card.node_id, address=address, blocks=blocks))
+        return found
 
     # --- what there is
 

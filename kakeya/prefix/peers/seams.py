@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kakeya.generation.kv import KvHolder
 from kakeya.generation.retention import BlockClass
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.fingerprint import KvFingerprint
@@ -126,9 +127,11 @@ class PeerSource(Protocol):
         pieces: Sequence[Piece],
         have: int,
         block_class: BlockClass,
+        told: KvHolder,
     ) -> Collection[BlockId]:
         """Bring whole blocks from the first that is not here on into pages, sooner than they would
-        be computed; which came. Never raises."""
+        be computed, from the node that is `told` to have them or from others; which came. Never
+        raises."""
         ...
 
     async def rendezvous(
@@ -138,6 +141,7 @@ class PeerSource(Protocol):
         pieces: Sequence[Piece],
         have: int,
         block_class: BlockClass,
+        told: KvHolder,
         joined: Callable[[list[BlockId]], None],
     ) -> Rendezvous | None:
         """Have blocks come from the end while they are computed from the beginning, where that is

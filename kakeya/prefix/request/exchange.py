@@ -24,7 +24,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.generation.cuts import is_cut
 from kakeya.generation.frames import Done, Frame, Progress, Tokens
-from kakeya.generation.kv import KvOffer, KvPages, PageRef
+from kakeya.generation.kv import KvHolder, KvOffer, KvPages, PageRef
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.retention import BlockClass
 from kakeya.memory.pages.shared_arena import Filling
@@ -46,11 +46,19 @@ MAX_WAITING = 256
 block."""
 
 Bring = Callable[
-    [FingerprintBlocks, Naming, Sequence[Piece], BlockClass], Awaitable[Mapping[BlockId, Source]]
+    [FingerprintBlocks, Naming, Sequence[Piece], BlockClass, KvHolder],
+    Awaitable[Mapping[BlockId, Source]],
 ]
 """Brings pieces of a history into pages from disk and peers; says where each lay."""
 Meet = Callable[
-    [FingerprintBlocks, Naming, Sequence[Piece], BlockClass, Callable[[list[BlockId]], None]],
+    [
+        FingerprintBlocks,
+        Naming,
+        Sequence[Piece],
+        BlockClass,
+        KvHolder,
+        Callable[[list[BlockId]], None],
+    ],
     Awaitable[Rendezvous | None],
 ]
 """Has the hindmost blocks come from a peer meanwhile; tells which are in pages once they meet."""
@@ -318,7 +326,8 @@ class PrefixExchange:
         origins = dict(self._from_peers)
         while True:
             await turn.stand(naming, token_ids, self._request.cuts)
-            origins.update(await tools.bring(shelf, naming, turn.pieces, self._block_class))
+            wanted = (shelf, naming, turn.pieces, self._block_class, self._request.kv_holder)
+            origins.update(await tools.bring(*wanted))
             if not turn.is_superseded:
                 break
         if self._seat.pid != pid:
@@ -328,9 +337,7 @@ class PrefixExchange:
         blocks = self._blocks(given, origins)
         exports = await self._exports(given)
         if not self._is_answering and not self._from_peers and self._given is given:
-            self._rendezvous = await tools.meet(
-                shelf, naming, turn.pieces, self._block_class, self._joined
-            )
+            self._rendezvous = await tools.meet(*wanted, self._joined)
         logits = self._ending.offered(naming, turn.pieces, token_ids, facts.vocab_size)
         turn.asked()
         return KvOffer(

@@ -42,6 +42,7 @@ from kakeya.prefix.seam import (
     warmed_for,
 )
 from kakeya.prefix.warm.declared import DeclaredPrompts
+from kakeya.prefix.warm.for_peers import PrefixesForPeers
 from kakeya.prefix.warm.prewarm import Prewarmer
 from kakeya.prefix.warm.slots import (
     Conversation,
@@ -123,6 +124,7 @@ class NodePrecache:
         self.declared = DeclaredPrompts(
             config.prompts, models, texts, self._prewarmer, moved_kinds=config.move_lines
         )
+        self.for_peers = PrefixesForPeers(self._prewarmer, self.declared, clock)
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError for a declared prompt whose files or model cannot be used."""
@@ -211,6 +213,7 @@ class NodePrecache:
         """Drop all KV: of idle conversations in engines, in pages, on disk. Declared prompts are
         warmed again at their time; no other prefix comes back by itself."""
         self._prewarmer.wipe(lambda key: key.startswith(SYSTEM_PREFIX))
+        self.for_peers.clear()
         for slot in tuple(self._used_by):
             await self._release(slot)
         wiped = await self._wipe()
@@ -262,6 +265,7 @@ class NodePrecache:
             len(self._registry),
             self._prewarmer.stats,
             prompts=len(self._config.prompts),
+            for_peers=len(self.for_peers),
         )
 
     def figures(self) -> Iterator[Figure]:
@@ -319,6 +323,7 @@ class NodePrecache:
             slot = one.model_id, one.kv_key
             if self._used_by.get(slot) == one.conversation_id:
                 await self._release(slot)
+        self.for_peers.lapse()
         await self.declared.renew()
 
     async def _release(self, slot: _Slot) -> None:

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.units import pack_ids
@@ -28,6 +30,21 @@ from kakeya.text.prompt import most_prompt_tokens
 from kakeya.text.text import Texts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredText:
+    """A declared prompt as it was rendered: marked tokens, and their digest with the model."""
+
+    model_id: str
+    digest: bytes
+    tokens: Sequence[int] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, model_id: str, tokens: Sequence[int]) -> DeclaredText:
+        """The text of a model with these tokens."""
+        digest = hashlib.sha256(model_id.encode() + b"\0" + pack_ids(tokens)).digest()
+        return cls(model_id=model_id, digest=digest, tokens=array("I", tokens))
+
+
 class DeclaredPrompts:
     """See the module."""
 
@@ -45,8 +62,25 @@ class DeclaredPrompts:
         self._texts = texts
         self._prewarmer = prewarmer
         self._moved_kinds = moved_kinds
-        self._rendered: dict[int, bytes] = {}
-        """Digests of the last rendered texts; b"" = they could not be rendered."""
+        self._rendered: dict[int, DeclaredText | None] = {}
+        """The last rendered texts; None = they could not be rendered."""
+        self.changed: Callable[[], None] = lambda: None
+        """Is called after a text was rendered that is another one."""
+
+    @property
+    def count(self) -> int:
+        """How many prompts are declared."""
+        return len(self._prompts)
+
+    @property
+    def texts(self) -> tuple[DeclaredText, ...]:
+        """The texts as they were rendered last; those that never were are left out."""
+        return tuple(text for text in self._rendered.values() if text is not None)
+
+    def key_of(self, digest: bytes) -> str:
+        """The key of the declared prompt with this text; "" = none has it."""
+        found = (i for i, text in self._rendered.items() if text and text.digest == digest)
+        return next((_key(index) for index in found), "")
 
     def check(self) -> None:
         """Read all files. Blocks. Raises ConfigError for files or a model that cannot be used."""
@@ -78,7 +112,7 @@ class DeclaredPrompts:
 
     def _submit(self, index: int, prompt: DeclaredPrompt) -> None:
         prefix = Prefix(
-            key=f"{SYSTEM_PREFIX}/{index}",
+            key=_key(index),
             model_id=self._named(prompt),
             tokens=functools.partial(self._tokens, index, prompt),
             block_class=BlockClass.SYSTEM,
@@ -88,10 +122,14 @@ class DeclaredPrompts:
 
     async def _tokens(self, index: int, prompt: DeclaredPrompt) -> Sequence[int]:
         """Render a declared prompt as it stands on disk now."""
-        self._rendered[index] = b""
+        before = self._rendered.get(index)
+        self._rendered[index] = None
         model = self._models.get(self._named(prompt))
         tokens = await self._render(prompt, await model.ready(AT_HAND_S), model.manifest)
-        self._rendered[index] = _digest(tokens)
+        text = DeclaredText.of(self._named(prompt), tokens)
+        self._rendered[index] = text
+        if text != before:
+            self.changed()
         return tokens
 
     async def _render(
@@ -121,8 +159,9 @@ class DeclaredPrompts:
         facts = await facts_at_hand(model)
         if isinstance(facts, WarmReport):
             return False
-        return _digest(await self._render(prompt, facts, model.manifest)) != self._rendered[index]
+        tokens = await self._render(prompt, facts, model.manifest)
+        return DeclaredText.of(self._named(prompt), tokens) != self._rendered[index]
 
 
-def _digest(tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(pack_ids(tokens)).digest()
+def _key(index: int) -> str:
+    return f"{SYSTEM_PREFIX}/{index}"

@@ -173,6 +173,7 @@ class ModelSource:
             priority=GenerationPriority.SPECULATIVE,
             cuts=cuts,
             kv_retention=prefix.retention,
+            kv_holder=prefix.kv_holder,
         )
         model = self._models.get(prefix.model_id, prefix.client)
         async with aclosing(model.decode(request)) as frames:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from kakeya.generation.kv import NO_HOLDER, KvHolder
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.prefix.seam import Tokens, TokenSource, Warmed, WarmOutcome, WarmReport
 
@@ -28,7 +29,7 @@ class Prefix:
 
     `is_kept`: it is refreshed until it is forgotten; `is_pinned`: it is not evicted either, until
     its retention is over. Pins have keys of their own. `client` is the caller, for adapters that
-    have an owner.
+    have an owner; `kv_holder` is another node that has its KV.
     """
 
     key: str
@@ -39,6 +40,7 @@ class Prefix:
     is_kept: bool = False
     is_pinned: bool = False
     client: str = ""
+    kv_holder: KvHolder = NO_HOLDER
 
 
 class WarmSource(Protocol):

@@ -64,6 +64,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "Decode": _MEMBERS,
         "ReleaseKv": _MEMBERS,
         "WarmTurn": _MEMBERS,
+        "KeepWarm": _MEMBERS,
         "EmbedTexts": _MEMBERS,
         "HoldAnswer": _COPIES,
         "FindAnswer": _COPIES,

@@ -25,6 +25,7 @@ from kakeya.dispatch.peers.neighbours import DESCRIBED_S, LATE, ServingPeer, Ser
 from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, Endpoint, OfferedModel
+from kakeya.fleet.paths.link_rates import LinkRates
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import GenerationPriority
@@ -56,6 +57,7 @@ class Front:
         self.registry = make_registry("front", now=self.clock.wall(), mono=self.clock.mono())
         self.channels = Channels()
         self.routes = Plain()
+        self.links = LinkRates()
         self.forbidden: set[str] = set()
         self.failed: list[str] = []
         self.texts = TextFiles(folder)

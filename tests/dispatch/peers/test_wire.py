@@ -24,6 +24,7 @@ QUOTES = drawn(
     load=drawn(RequestLoad),
     alike=drawn(PromptsAlike),
     origin=drawn(AnswerOrigin),
+    kv_rates=st.none() | st.dictionaries(WORDS, st.floats(1e-3, 1e12), max_size=4),
 )
 MANIFESTS = st.builds(
     Manifest,

@@ -16,12 +16,21 @@ from kakeya.dispatch.peers.client import PeerCalls
 from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
+from kakeya.fleet.placement.keepers import Keeping
 from kakeya.generation.facts import ModelFacts, PromptsAlike, RequestLoad
 from kakeya.generation.frames import Frame
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.waiting import RequestWait
-from kakeya.prefix.seam import NoPrecache, PrefixClaim, TokenSource
+from kakeya.prefix.seam import (
+    NoPrecache,
+    PrefixClaim,
+    TokenSource,
+    Warmed,
+    WarmOutcome,
+    WarmReport,
+)
+from kakeya.prefix.warm.for_peers import PeerPrefix
 from kakeya.v1.serving_pb2_grpc import add_ServingServiceServicer_to_server
 from tests.fakes import FakeClock
 from tests.sessions.toy import EOS, VOCAB, HashServedModel, ToyRouter
@@ -154,6 +163,29 @@ class ToyPrecache(NoPrecache):
         self.ended.append((claim, tokens))
 
 
+class ToyKeeper:
+    """Keeps prefixes for others: those that it was sent with tokens, if its report is WARM."""
+
+    def __init__(self) -> None:
+        self.report = WarmReport(outcome=WarmOutcome.WARM, warmed=Warmed(tokens=3, computed=2))
+        self.declared: set[bytes] = set()
+        self.kept: dict[bytes, PeerPrefix] = {}
+        self.came: list[PeerPrefix] = []
+
+    def keeping(self, digest: bytes) -> Keeping:
+        if digest in self.declared:
+            return Keeping.DECLARED
+        return Keeping.KEPT if digest in self.kept else Keeping.NOTHING
+
+    async def keep(self, asked: PeerPrefix) -> WarmReport | None:
+        self.came.append(asked)
+        if not asked.tokens and self.keeping(asked.digest) is Keeping.NOTHING:
+            return None
+        if self.report.outcome is WarmOutcome.WARM and asked.digest not in self.declared:
+            self.kept.setdefault(asked.digest, asked)
+        return self.report
+
+
 class ServingNode:
     """A node with a `ServingService` on a real server; `calls` are those of a peer to it."""
 
@@ -163,9 +195,16 @@ class ServingNode:
         self.precache = ToyPrecache()
         self.clients = Clients(FakeClock().mono)
         texts = TextFiles(folder)
+        self.for_peers = ToyKeeper()
         self.held = HeldAnswers(most_bytes=10**6, mono=FakeClock().mono)
         self.service = ServingService(
-            models, self.router, texts, self.clients, self.precache, self.held
+            models,
+            self.router,
+            texts,
+            self.clients,
+            self.precache,
+            self.for_peers,  # type: ignore[arg-type]
+            self.held,
         )
         self.server = grpc.aio.server()
         self.address = ""

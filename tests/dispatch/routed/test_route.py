@@ -14,6 +14,7 @@ from kakeya.dispatch.routing.decision import NoRoute
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import ModelFacts, ModelState, PromptsAlike, RequestLoad
 from kakeya.generation.frames import Tokens
+from kakeya.generation.kv import NO_HOLDER, KvHolder
 from kakeya.generation.request import DecodeRequest
 from tests.dispatch.peers.world import facts_of
 from tests.dispatch.routed.world import OWN, Shelf
@@ -231,3 +232,78 @@ async def test_of_many_nodes_the_one_of_the_conversation_is_asked() -> None:
             node.quoted.clear()
         await route_of(shelf).decide(Continuation(request, 0.0))
         assert shelf.node(name).quoted
+
+
+def sharing(shelf: Shelf, bytes_per_s: float = 1e8) -> None:
+    """Have all nodes exchange KV, with links so fast."""
+    names = (OWN, *shelf.fleet.nodes)
+    for name in names:
+        shelf.fleet.rates[name] = {one: bytes_per_s for one in names if one != name}
+
+
+async def test_a_node_that_would_fetch_is_expected_to_and_told_from_where() -> None:
+    shelf = Shelf()
+    sharing(shelf)
+    facts = facts_of(kv_bytes_per_token=10_000)
+    left = shelf.node("left").model
+    left.held, left.load = 900, RequestLoad(waiting=4, waiting_tokens=5000)
+    route = route_of(shelf, facts)
+    decision, told = await route.decide(job_of(1000))
+    assert decision.node_id == "right"
+    assert (decision.chosen.fetched_tokens, decision.chosen.fetch.node_id) == (900, "left")
+    assert route.kv_holder(decision, told) == KvHolder(node_id="left", tokens=900)
+    left.load = RequestLoad()
+    route = route_of(shelf, facts)
+    decision, told = await route.decide(job_of(1000))
+    assert decision.node_id == "left"
+    assert route.kv_holder(decision, told) == NO_HOLDER
+
+
+@pytest.mark.parametrize("unlike", ["shares none", "other arithmetic", "other weights", "slow"])
+async def test_kv_that_a_node_cannot_use_or_has_later_is_not_expected(unlike: str) -> None:
+    shelf = Shelf()
+    sharing(shelf, 1e4 if unlike == "slow" else 1e8)
+    left = shelf.node("left").model
+    left.held, left.load = 900, RequestLoad(waiting=4, waiting_tokens=5000)
+    match unlike:
+        case "shares none":
+            del shelf.fleet.rates["left"]
+        case "other arithmetic":
+            shelf.told("left", kv_exactness="of another processor")
+        case "other weights":
+            shelf.told("left", base_fingerprint="of another quantization")
+    route = route_of(shelf, facts_of(kv_bytes_per_token=10_000))
+    decision, told = await route.decide(job_of(1000))
+    assert decision.node_id == "right"
+    assert decision.chosen.fetched_tokens == 0
+    # A slow link may have become faster: the node is told, and decides by what it measures.
+    expected = KvHolder(node_id="left", tokens=900) if unlike == "slow" else NO_HOLDER
+    assert route.kv_holder(decision, told) == expected
+
+
+async def test_a_conversation_whose_node_takes_no_requests_any_more_may_fetch_from_it() -> None:
+    shelf = Shelf()
+    sharing(shelf)
+    await anext(shelf.routed().decode(DecodeRequest(token_ids=[1], max_tokens=1, kv_key="talk")))
+    last = shelf.history.last_node("talk")
+    del shelf.fleet.nodes[last]
+    route = route_of(shelf)
+    decision, told = await route.decide(job_of(kv_key="talk"))
+    assert decision.node_id != last
+    assert route.kv_holder(decision, told) == KvHolder(node_id=last)
+
+
+async def test_the_node_that_has_the_kv_is_told_to_the_one_that_computes() -> None:
+    shelf = Shelf(own=True)
+    sharing(shelf)
+    shelf.node("left").model.held = 900
+    shelf.node("left").model.load = RequestLoad(waiting=4, waiting_tokens=5000)
+    for name in ("left", "right"):
+        shelf.told(name, kv_bytes_per_token=10_000)
+    assert shelf.own is not None
+    shelf.own.told = facts_of(kv_bytes_per_token=10_000)
+    request = DecodeRequest(token_ids=range(1000), max_tokens=2)
+    frames = [frame async for frame in shelf.routed().decode(request)]
+    assert frames
+    (asked,) = shelf.own.requests
+    assert asked.kv_holder == KvHolder(node_id="left", tokens=900)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from kakeya.core.errors import KakeyaError, NotFound, PeerUnavailable
+from kakeya.core.errors import KakeyaError, NotFound, PeerUnavailable, UnknownMethod
 from kakeya.core.ids import ModelId
 from kakeya.dispatch.peers.client import PeerDescription
 from kakeya.dispatch.peers.neighbours import ServingPeer
@@ -17,11 +17,13 @@ from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.dispatch.routing.candidate import RoutedRequest
 from kakeya.fleet.cards.cards import CardRole, OfferedModel
+from kakeya.fleet.placement.keepers import Keeping
 from kakeya.generation.frames import Done, Frame, Progress, Tokens
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest, GenerationPriority
-from kakeya.prefix.seam import PrefixClaim, TokenSource
-from tests.dispatch.peers.world import QuotedToy, ToyEncoder, facts_of
+from kakeya.prefix.seam import PrefixClaim, TokenSource, WarmReport
+from kakeya.prefix.warm.for_peers import PeerPrefix
+from tests.dispatch.peers.world import QuotedToy, ToyEncoder, ToyKeeper, facts_of
 from tests.fakes import FakeClock
 
 OWN = "front"
@@ -55,6 +57,8 @@ class ToyNode:
     quote_fails: str = ""
     is_old: bool = False
     """It does not say what computes an answer."""
+    keeper: ToyKeeper = field(default_factory=ToyKeeper)
+    life: int = 1
 
 
 class ToyFleet:
@@ -71,6 +75,8 @@ class ToyFleet:
         self.described: set[str] = set()
         self.warmed: list[tuple[str, str]] = []
         self.tries: list[str] = []
+        self.rates: dict[str, dict[str, float]] = {}
+        """Of the nodes that share KV: the bytes/s from others."""
         self.adapters: tuple[AdaptedId, ...] = ()
 
     def is_here(self, node: ToyNode) -> bool:
@@ -96,7 +102,7 @@ class ToyFleet:
         return ServingPeer(
             node_id=node.node_id,
             label=node.node_id,
-            life=1,
+            life=node.life,
             address=node.node_id,
             offered=OfferedModel(name, CardRole.VERIFIER, vocabulary_digest=digest),
             is_suspect=node.is_suspect,
@@ -117,8 +123,13 @@ class ToyFleet:
         for peer in peers:
             node = self.nodes[peer.node_id]
             node.quoted.append(client)
-            found[peer.node_id] = node.quote_fails or quote_of(node.model, token_ids, cuts)
+            found[peer.node_id] = node.quote_fails or quote_of(
+                node.model, token_ids, cuts, self.rates.get(peer.node_id)
+            )
         return found
+
+    def kv_rates(self, model_id: str) -> Mapping[str, float] | None:
+        return self.rates.get(OWN)
 
     async def adapted(self, client: str) -> tuple[AdaptedId, ...]:
         return self.adapters
@@ -213,6 +224,20 @@ class ToyCalls:
     ) -> PeerDescription:
         await self.node.model.ready(wait_s, priority)
         return self.fleet.description(self.node)
+
+    async def keeping(self, digest: bytes, timeout_s: float) -> Keeping:
+        self._check()
+        return self.node.keeper.keeping(digest)
+
+    async def keep_warm(self, prefix: PeerPrefix) -> WarmReport | None:
+        self._check()
+        return await self.node.keeper.keep(prefix)
+
+    def _check(self) -> None:
+        if not self.fleet.is_here(self.node):
+            raise PeerUnavailable("the node is lost")
+        if self.node.is_old:
+            raise UnknownMethod("no such method")
 
     async def release(self, model_id: str, client: str, kv_key: str) -> None:
         self.node.released.append((model_id, client, kv_key))

@@ -17,6 +17,7 @@ from kakeya.dispatch.routing.candidate import (
     RoutedRequest,
 )
 from kakeya.dispatch.routing.decision import NoRoute, choose
+from kakeya.dispatch.routing.estimate import estimate_all
 from kakeya.generation.facts import ModelState
 from tests.laws import law
 
@@ -53,6 +54,11 @@ nodes = st.builds(
     link=links,
     warm_tokens=st.integers(0, 4000),
     warm_s=st.floats(0, 1),
+    held_tokens=st.integers(0, 4000),
+    kv_rates=st.dictionaries(
+        st.sampled_from([f"mini-{number}" for number in range(8)]),
+        st.sampled_from([1e5, 1e7, 1e9]),
+    ),
     sharers=st.integers(0, 8),
     age_s=st.floats(0, 60),
     unfit=st.sampled_from(["", "", "", "it drains"]),
@@ -133,6 +139,51 @@ def test_a_node_that_is_better_in_everything_is_chosen(request_, pair, last_node
     decision = choose(told, [worse, better])
     assert decision.node_id == "b"
     assert decision.chosen.first_s <= decision.estimates[-1].first_s
+
+
+@given(requests, shelves)
+@law(3600)
+def test_kv_is_fetched_only_where_that_is_sooner_than_computing_it_by_the_same_figures(
+    request_, shelf
+) -> None:
+    kept = replace(request_, kv_bytes_per_token=10_000)
+    held = {node.node_id: node for node in shelf}
+    with_kv = estimate_all(kept, shelf)
+    alone = estimate_all(replace(kept, kv_bytes_per_token=0), shelf)
+    for here, without in zip(with_kv, alone, strict=True):
+        assert here.first_s <= without.first_s
+        fetch, node = here.fetch, held[here.node_id]
+        if not fetch.tokens:
+            assert here.first_s == without.first_s
+            continue
+        assert fetch.node_id != here.node_id
+        assert here.warm_tokens + fetch.tokens < kept.prompt_tokens
+        assert here.warm_tokens + fetch.tokens <= held[fetch.node_id].held_tokens
+        assert fetch.bytes_per_s == node.kv_rates[fetch.node_id]
+        assert fetch.seconds > fetch.tokens * 10_000 / fetch.bytes_per_s
+
+
+def test_a_decision_tells_from_where_kv_comes_and_at_what_speed() -> None:
+    shelf = [
+        RouteCandidate(
+            node_id="a",
+            speed=SPEED,
+            work=QueuedWork(prompt_tokens=9000, prompts=3),
+            warm_tokens=1900,
+            held_tokens=1900,
+        ),
+        RouteCandidate(node_id="b", speed=SPEED, kv_rates={"a": 1e8}),
+    ]
+    decision = choose(replace(REQUEST, kv_bytes_per_token=10_000), shelf)
+    assert decision.node_id == "b"
+    assert "1900 come from a" in decision.reason
+    told = decision.describe()["candidates"][0]
+    assert told["fetched_tokens"] == 1900
+    assert told["fetch"] == {"node": "a", "seconds": 0.229, "bytes_per_second": 100_000_000}
+    slow = [shelf[0], replace(shelf[1], kv_rates={"a": 1e6})]
+    alone = choose(replace(REQUEST, kv_bytes_per_token=10_000), slow)
+    assert all(one.fetch.tokens == 0 for one in alone.estimates)
+    assert alone.describe()["candidates"][0]["fetch"] is None
 
 
 def test_no_candidate_is_an_error_that_names_the_reason_of_each() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from kakeya.dispatch.routing.candidate import (
-    NodeLink,
     NodeSpeed,
     QueuedWork,
     RouteCandidate,
@@ -53,22 +52,30 @@ def test_many_requests_at_once_spread_over_nodes_that_were_idle_a_moment_ago() -
 def test_a_hot_prefix_spreads_where_its_blocks_can_be_carried(warm_tokens: int) -> None:
     """Of 8 requests at once with one prefix of 2000 tokens the busiest node gets at most 1.5 times
     the mean."""
-    shelf = [replace(node, link=NodeLink(bytes_per_s=1e8)) for node in SHELF]
-    shelf[0] = replace(shelf[0], warm_tokens=warm_tokens)
+    shelf = fetching(1e8)
+    shelf[0] = replace(shelf[0], warm_tokens=warm_tokens, held_tokens=warm_tokens)
     ledger = RouteLedger()
     chosen = Counter(route(ledger, str(number), hot(), shelf, 100.0) for number in range(8))
     assert max(chosen.values()) <= 1.5 * 8 / 4, chosen
 
 
 def test_one_after_the_other_requests_stay_with_the_warm_node() -> None:
-    shelf = [replace(node, link=NodeLink(bytes_per_s=1e8)) for node in SHELF]
-    shelf[2] = replace(shelf[2], warm_tokens=2000)
+    shelf = fetching(1e8)
+    shelf[2] = replace(shelf[2], warm_tokens=2000, held_tokens=2000)
     ledger = RouteLedger()
     for number in range(8):
         now = 100.0 + 20 * number
         assert route(ledger, str(number), hot(), shelf, now) == "mini-2"
         ledger.first_token(str(number), now + 1)
         ledger.end(str(number), now + 8)
+
+
+def fetching(bytes_per_s: float) -> list[RouteCandidate]:
+    """Nodes to which KV comes from each other so fast."""
+    return [
+        replace(node, kv_rates={one.node_id: bytes_per_s for one in SHELF if one is not node})
+        for node in SHELF
+    ]
 
 
 def hot() -> RoutedRequest:

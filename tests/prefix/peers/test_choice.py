@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kakeya.fleet.paths.link_rates import LinkRate
 from kakeya.prefix.peers.choice import (
-    RATE_KEPT_S,
     BlockHolder,
     Hit,
-    LinkRate,
     best_first,
     due_s,
     in_order,
@@ -145,25 +144,6 @@ def test_the_longest_run_is_taken_of_those_whose_link_beats_the_prefill():
     known = rates(slow=1.0, long=1e8, fast=1e9)
     order = in_order(wanted(8, have=2), hits, known)
     assert [found.holder.node_id for found in order] == ["fast", "long", "short"]
-
-
-def test_the_rate_of_a_link_follows_what_it_does():
-    link = LinkRate()
-    link.observe(1000, 1.0, 5.0)
-    assert link.bytes_per_s == 1000.0
-    for _ in range(30):
-        link.observe(1000, 0.1, 6.0)
-    assert link.bytes_per_s == pytest.approx(10_000, rel=0.01)
-
-
-def test_a_link_that_was_slow_is_tried_again_after_a_while():
-    link = LinkRate()
-    link.observe(1, 1.0, 10.0)
-    link.age(10.0 + RATE_KEPT_S)
-    assert link.bytes_per_s == 1.0
-    link.age(10.1 + RATE_KEPT_S)
-    assert link.bytes_per_s == 0.0
-    assert is_worth_taking(wanted(4), link.bytes_per_s)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.units import MIB
 from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.paths.link_rates import LinkRates
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
@@ -76,6 +77,7 @@ class Fleet:
         )
         self.channels = Channels()
         self.routes = Plain()
+        self.links = LinkRates()
         self.forbidden: set[str] = set()
         self.failed: list[str] = []
 

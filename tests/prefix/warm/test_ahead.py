@@ -19,17 +19,9 @@ from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.prefix.names.keys import CacheKeys
 from kakeya.prefix.seam import CacheUse, WarmOutcome, WarmReport
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
-from tests.fakes import FakeClock
 from tests.gateway.toy import TEMPLATE, make_folder
-from tests.prefix.warm.world import BLOCK, Turn, precache_world, prompt_of
+from tests.prefix.warm.world import BLOCK, StillClock, Turn, precache_world, prompt_of
 from tests.text.texts import chat_of
-
-
-class StillClock(FakeClock):
-    """Moves only by `advance`."""
-
-    async def _jump(self) -> None:
-        return None
 
 
 def source_of(tokens: Sequence[int]):

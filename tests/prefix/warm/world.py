@@ -27,9 +27,17 @@ from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
 from kakeya.prefix.warm.source import ModelSource
 from kakeya.text.text import Texts
+from tests.fakes import FakeClock
 from tests.sessions.toy import ToyDirectory, next_token
 
 BLOCK = 64
+
+
+class StillClock(FakeClock):
+    """Moves only by `advance`."""
+
+    async def _jump(self) -> None:
+        return None
 
 
 @dataclass
