@@ -18,7 +18,7 @@ from functools import partial
 
 from benchmarks.report import emit, percentile
 from benchmarks.routing.drive import Call, Drive, Policy
-from benchmarks.routing.hot import hot_prefix
+from benchmarks.routing.hot import KV_BYTES, burst, hot_prefix
 from benchmarks.routing.ours import Shelf
 from benchmarks.routing.rivals import (
     CacheAware,
@@ -33,8 +33,6 @@ from benchmarks.routing.shelf import Timeline, VirtualNode
 from benchmarks.routing.traces import TRACES
 
 WARM_UP_S = 60.0
-KV_BYTES = 128 * 1024
-"""Of a token of a model of 8 B; over the link 8400 tokens come in a second."""
 LOADS = {"coding": (0.6, 1.0, 1.4), "chat": (0.4, 0.7, 0.95), "unseen": (0.3, 0.5, 0.65)}
 Make = Callable[[Sequence[VirtualNode], Timeline], Policy]
 RIVALS: dict[str, tuple[Make, ...]] = {
@@ -109,6 +107,7 @@ def main() -> None:
     for trace, found in tables.items():
         _goal(trace, found, len(options.seeds))
     hot_prefix()
+    burst()
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from kakeya.dispatch.routing.candidate import (
 )
 from kakeya.dispatch.routing.decision import choose
 from kakeya.dispatch.routing.ledger import RouteLedger
+from kakeya.fleet.paths.link_rates import fetch_seconds
+from kakeya.prefix.peers.seams import LOOKUP_S
 
 ASK_S = 0.002
 BYTES_PER_S = 1.1e9
@@ -37,14 +39,18 @@ class Shelf:
         addresses: int,
         tells: bool = True,
         kv_bytes_per_token: int = 0,
+        bytes_per_s: float = BYTES_PER_S,
     ) -> None:
         self._nodes = nodes
         self._time = time
         self._addresses = addresses
         self._tells = tells
         self._kv_bytes_per_token = kv_bytes_per_token
+        self._bytes_per_s = bytes_per_s
         self._ledgers = [RouteLedger() for _ in nodes]
         self._last: dict[int, str] = {}
+        self._coming: list[list[tuple[float, bytes]]] = [[] for _ in nodes]
+        """By node, when KV is there that is on its way, and its last block."""
 
     def route(self, call: Call) -> tuple[int, float]:
         """Decide as the call's gateway."""
@@ -71,10 +77,20 @@ class Shelf:
         call.expected_warm = chosen.warm_tokens + chosen.fetched_tokens
         at = next(at for at, node in enumerate(self._nodes) if node.name == decision.node_id)
         delay_s = ASK_S + (0.0 if at == call.gateway else LINK_S)
-        return at, delay_s + self._carried_s(chosen.fetched_tokens)
+        return at, self._with_kv_s(call, at, chosen.fetched_tokens, delay_s)
 
-    def _carried_s(self, tokens: int) -> float:
-        return tokens * self._kv_bytes_per_token / BYTES_PER_S
+    def _with_kv_s(self, call: Call, at: int, fetched: int, delay_s: float) -> float:
+        """Until a request is at its node with KV that is carried there, for it or for another one
+        before it: a node fetches each block once."""
+        now, coming = self._time.now, self._coming[at]
+        if fetched:
+            delay_s += LOOKUP_S + fetch_seconds(
+                fetched * self._kv_bytes_per_token, self._bytes_per_s
+            )
+            coming.append((now + delay_s, call.blocks[call.fetched_tokens // BLOCK_TOKENS - 1]))
+        self._coming[at] = coming = [one for one in coming if one[0] > now]
+        ours = set(call.blocks)
+        return max(delay_s, *(when - now for when, last in coming if last in ours), 0.0)
 
     def first(self, call: Call) -> None:
         """The first token."""
@@ -97,9 +113,9 @@ class Shelf:
                 prompts_per_s=recent.per_s(now) if self._tells else 0.0,
                 busy_share=recent.busy_share(now) if self._tells else 0.0,
             ),
-            link=NodeLink(round_trip_s=2 * LINK_S, bytes_per_s=BYTES_PER_S),
+            link=NodeLink(round_trip_s=2 * LINK_S, bytes_per_s=self._bytes_per_s),
             warm_tokens=warm_tokens,
-            kv_rates={other.name: BYTES_PER_S for other in self._nodes if other is not node},
+            kv_rates={other.name: self._bytes_per_s for other in self._nodes if other is not node},
         )
 
     def _exact(self, request: RoutedRequest, at: int, gateway: int) -> RouteCandidate:

@@ -164,7 +164,8 @@ def _show_precache(precache: Json, console: Console) -> None:
     parts.append(f"{prewarms.get('warm')} prefixes warmed, {prewarms.get('failed')} failed")
     console.print(f"precache  {'; '.join(parts)}", highlight=False, markup=False)
     for copy in _objects(precache, "copies"):
-        nodes = ", ".join(map(str, copy.get("nodes") or ()))
+        found = copy.get("nodes")
+        nodes = ", ".join(map(str, found if isinstance(found, list) else ()))
         text = f"{copy.get('tokens')} declared tokens of {copy.get('model')}"
         console.print(f"          {text} are warm on {nodes}", highlight=False, markup=False)
         for node, reason in _object(copy, "passed_over").items():

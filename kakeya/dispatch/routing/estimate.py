@@ -16,7 +16,8 @@ what it leaves them, counts too:
               and `x` of its own, those that come within them do so for u x + x^2 / 2 in all
     places    it takes one of the places, the dearer the more of them are taken
     copy      a credit, below 0: a prefix that conversations share, and that is warm elsewhere,
-              serves them here from now on; the more want it at once, the more it is worth
+              is computed here, or fetched, and serves them here from now on; the more want it at
+              once, the more it is worth
 
 `later` and `places` are what queueing theory asks for a request that is sent to one of many queues
 (Krishnan 1990; Hyytia, Penttinen, Aalto 2012): by how much the expected delay of all others grows.
@@ -167,7 +168,7 @@ def _estimate(
         rows_s=DECODE_SHARE * _rows_s(request, speed, rows, own_s),
         later_s=LATER_SHARE * _followers(node) * own_s * (wait_s + own_s / 2),
         places_s=_places_s(node, decode_s),
-        copy_s=-_copy_s(request, nodes, warm + fetch.tokens, own_s, prefill_rate),
+        copy_s=-_copy_s(request, nodes, warm, fetch, own_s, prefill_rate),
         warm_tokens=warm,
         fetch=fetch,
     )
@@ -246,7 +247,8 @@ def _places_s(node: RouteCandidate, decode_s: float) -> float:
 def _copy_s(
     request: RoutedRequest,
     nodes: Sequence[RouteCandidate],
-    held: int,
+    warm: int,
+    fetch: KvFetch,
     own_s: float,
     prefill_rate: float,
 ) -> float:
@@ -254,6 +256,7 @@ def _copy_s(
     if request.last_node:  # what is missing here is the conversation's own
         return 0.0
     warmest = max(nodes, key=lambda one: (one.warm_tokens, one.sharers))
+    held = warm + fetch.tokens
     shared_s = max(0, min(warmest.warm_tokens, request.prompt_tokens - 1) - held) / prefill_rate
     share = min(1.0, COPY_SHARE + COPY_SHARE_EACH * warmest.sharers)
-    return min(share * shared_s, own_s)
+    return min(share * shared_s, own_s) + share * fetch.seconds

@@ -20,6 +20,7 @@ from kakeya.core.units import MIB
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.paths.link_rates import LinkRates
 from kakeya.fleet.view.registry import CapabilityRegistry
+from kakeya.generation.kv import NO_HOLDER
 from kakeya.generation.retention import BlockClass, Retention
 from kakeya.memory.pages.node_arena import PAGE_BYTES, NodeArena, page_config
 from kakeya.prefix.names.blocks import BlockChain
@@ -366,11 +367,12 @@ async def test_who_is_late_is_met_while_the_engine_computes(two, monkeypatch):
     assert await b.fetch(named) == 0
     shelf, pieces = b.prefixes.pages.shelf(named), pieces_of(named.chain, TEXT)
     joined: list[bytes] = []
-    made = await b.peers.rendezvous(shelf, named, pieces, 0, BlockClass.USER, joined.extend)
+    wanted = (shelf, named, pieces, 0, BlockClass.USER, NO_HOLDER)
+    made = await b.peers.rendezvous(*wanted, joined.extend)
     await set_by(made._task, made.met)
     assert joined == [piece.id for piece in pieces if not piece.is_tail]
     assert b.held(named) == a.held(named)
-    again = await b.peers.rendezvous(shelf, named, pieces, 0, BlockClass.USER, joined.extend)
+    again = await b.peers.rendezvous(*wanted, joined.extend)
     assert again is None
 
 
