@@ -12,6 +12,7 @@ A peer gets the token ids once, and only over a channel that nobody else reads.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, UnknownMethod
 from kakeya.core.figures import Figure, Json, gauge
 from kakeya.core.tasks import Supervisor, sleep_or_wake
-from kakeya.dispatch.peers.neighbours import MOST_QUOTED, QUOTE_S, ServingPeer, ServingPeers
+from kakeya.dispatch.peers.neighbours import MOST_QUOTED, ServingPeer, ServingPeers
 from kakeya.dispatch.routed.route import offering
 from kakeya.fleet.placement.keepers import Keeping, keepers
 from kakeya.generation.facts import ModelFacts
@@ -30,6 +31,7 @@ from kakeya.prefix.warm.for_peers import LAPSE_S, PeerPrefix
 
 RENEW_S = LAPSE_S / 4
 SPARED_S = 60.0
+_ASK_S = 5.0
 _IDLE_S = 3600.0
 _IN_CLEAR = "the way there is not encrypted: prompts are sent to members of a fleet only"
 
@@ -41,7 +43,8 @@ class _Copies:
     kept: dict[str, int] = field(default_factory=dict)
     spared: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Why a node was passed over, and until when."""
-    renew_mono: float = 0.0
+    renew_mono: float = math.inf
+    """When those that keep it are told again."""
 
     def unable(self, now: float) -> dict[str, str]:
         """The nodes that are passed over now."""
@@ -128,7 +131,8 @@ class DeclaredCopies:
 
     def _candidates(self, text: DeclaredText) -> Mapping[str, ServingPeer]:
         found = offering(self._peers, text.model_id, self._facts(text.model_id))
-        trusted = [peer for peer in found if not peer.is_suspect]
+        # Of a model that was never loaded it is not even known that its words are the same.
+        trusted = [peer for peer in found if not peer.is_suspect and peer.offered.vocabulary_digest]
         return {peer.node_id: peer for peer in trusted[:MOST_QUOTED]}
 
     def _is_settled(self, text: DeclaredText, peers: Mapping[str, ServingPeer]) -> bool:
@@ -166,12 +170,12 @@ class DeclaredCopies:
             if await self._keep(peers[node_id], text, told[node_id], copies):
                 kept[node_id] = peers[node_id].life
         copies.kept = kept
-        copies.renew_mono = self._clock.mono() + RENEW_S
+        copies.renew_mono = self._clock.mono() + RENEW_S if kept else math.inf
 
     async def _ask(self, peer: ServingPeer, text: DeclaredText, copies: _Copies) -> Keeping | None:
         """What a peer does with a text; None = it does not say."""
         try:
-            return await self._peers.calls(peer).keeping(text.digest, QUOTE_S)
+            return await self._peers.calls(peer).keeping(text.digest, _ASK_S)
         except KakeyaError as failure:
             self._pass_over(peer, failure, copies)
             return None

@@ -50,15 +50,9 @@ Bring = Callable[
     Awaitable[Mapping[BlockId, Source]],
 ]
 """Brings pieces of a history into pages from disk and peers; says where each lay."""
+Joined = Callable[[list[BlockId]], None]
 Meet = Callable[
-    [
-        FingerprintBlocks,
-        Naming,
-        Sequence[Piece],
-        BlockClass,
-        KvHolder,
-        Callable[[list[BlockId]], None],
-    ],
+    [FingerprintBlocks, Naming, Sequence[Piece], BlockClass, KvHolder, Joined],
     Awaitable[Rendezvous | None],
 ]
 """Has the hindmost blocks come from a peer meanwhile; tells which are in pages once they meet."""

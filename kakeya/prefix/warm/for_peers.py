@@ -24,7 +24,7 @@ MOST_KEPT = 256
 FOR_PEERS = "conv:__for_peers__"
 """Begins the keys of these prefixes, and no other key."""
 _UNDER_WAY = WarmReport(
-    outcome=WarmOutcome.AWAY, reason="it is declared there too, and not warm: see its own log"
+    outcome=WarmOutcome.AWAY, reason="it is declared there too, and is not warm yet"
 )
 _CROWDED = WarmReport(
     outcome=WarmOutcome.CROWDED, reason=f"{MOST_KEPT} prefixes of others are kept here already"
