@@ -154,7 +154,7 @@ class DecodeRequest:
     urgent. `frame_s` is how long tokens may wait for later tokens to travel with, except the first
     and the last; 0 = the engine's own time. `cuts` are places of the history, in order, at which
     other prompts are likely to part from it (`kakeya.generation.cuts`). Blocks are kept for
-    `kv_retention`.
+    `kv_retention`; what is missing of them can be fetched from `kv_holder`.
 
     The answer follows `grammar`, a text as llguidance takes it; "" = any answer. Where it may not
     go on, the generation stops with STOP_TOKEN. Of `token_ids` the first `prompt_tokens` are the
@@ -162,8 +162,7 @@ class DecodeRequest:
     generated. `top_logprobs` asks for the log probability of each token, and of so many of the most
     likely ones at its place; None = for none. Where `draft_sources` is not empty, the tokens that
     the grammar forces are drafted too. The model stays warm for `stay_warm_s` after it at least.
-    `wait` tells the caller for what it waits. What is missing of the history's KV can be fetched
-    from `kv_holder`.
+    `wait` tells the caller for what it waits.
     """
 
     token_ids: Sequence[int]
