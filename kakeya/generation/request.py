@@ -154,7 +154,7 @@ class DecodeRequest:
     urgent. `frame_s` is how long tokens may wait for later tokens to travel with, except the first
     and the last; 0 = the engine's own time. `cuts` are places of the history, in order, at which
     other prompts are likely to part from it (`kakeya.generation.cuts`). Blocks are kept for
-    `kv_retention`; what is missing of them can be fetched from `kv_holder`.
+    `kv_retention`; missing ones can be fetched from `kv_holder`.
 
     The answer follows `grammar`, a text as llguidance takes it; "" = any answer. Where it may not
     go on, the generation stops with STOP_TOKEN. Of `token_ids` the first `prompt_tokens` are the

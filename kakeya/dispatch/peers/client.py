@@ -205,7 +205,7 @@ class PeerCalls:
             await self._stub.WarmTurn(request, timeout=_SHORT_S)
 
     async def keeping(self, digest: bytes, timeout_s: float) -> Keeping:
-        """What the peer does with a prefix. Raises the peer's errors."""
+        """The peer's care for a prefix. Raises the peer's errors."""
         with calling(self._name):
             reply = await self._stub.KeepWarm(pb.KeepWarmRequest(digest=digest), timeout=timeout_s)
         return _keeping(reply.keeping)

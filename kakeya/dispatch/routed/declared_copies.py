@@ -1,12 +1,12 @@
 """The declared prompts of this node, kept warm on other nodes too.
 
     round     after a change of the fleet or of a prompt, and each `RENEW_S`: the peers that serve
-              the model are asked what they keep of each prompt; of these the first few, in the
+              the model are asked for their care of each prompt; of these the first few, in the
               order of `fleet/placement/keepers.py`, are to keep it warm from now on
     refused   a peer that is short of memory or busy, or has the model not loaded, is passed over
               for `SPARED_S`, and the next one is asked
 
-A peer gets the token ids once, and only over a channel that nobody else reads.
+A peer gets the token ids once, and only over a channel that no other node reads.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class DeclaredCopies:
         copies.renew_mono = self._clock.mono() + RENEW_S if kept else math.inf
 
     async def _ask(self, peer: ServingPeer, text: DeclaredText, copies: _Copies) -> Keeping | None:
-        """What a peer does with a text; None = it does not say."""
+        """A peer's care for a text; None = it does not say."""
         try:
             return await self._peers.calls(peer).keeping(text.digest, _ASK_S)
         except KakeyaError as failure:

@@ -1,6 +1,6 @@
 """How fast bytes come from each peer: as measured, else as networks of its kind are.
 
-A rate is what a caller gets: from the end of one block to the end of the next one, with the checks
+A rate is of the whole way: from the end of one block to the end of the next one, with the checks
 and the place in pages of the block between them. Pure; times are monotonic seconds.
 """
 

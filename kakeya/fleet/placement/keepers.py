@@ -13,7 +13,7 @@ from hashlib import sha256
 
 
 class Keeping(IntEnum):
-    """What a node does with a prefix; the numbers go on the wire."""
+    """The care of a node for a prefix; the numbers go on the wire."""
 
     NOTHING = 0
     KEPT = 1

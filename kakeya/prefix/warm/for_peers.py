@@ -56,7 +56,7 @@ class PrefixesForPeers:
         return len(self._until)
 
     def keeping(self, digest: bytes) -> Keeping:
-        """What is done here with a prefix."""
+        """The care for a prefix here."""
         if self._declared.key_of(digest):
             return Keeping.DECLARED
         self.lapse()
@@ -102,7 +102,7 @@ class PrefixesForPeers:
             self._prewarmer.forget(f"{FOR_PEERS}/{digest.hex()}")
 
     def clear(self) -> None:
-        """Forget all: what is kept here was wiped."""
+        """Forget all: the KV here was wiped."""
         self._until.clear()
 
     async def _renewed(self, key: str) -> WarmReport | None:
