@@ -36,6 +36,7 @@ from kakeya.mlx.device import forbid_wired_limit
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.numerics.blas import is_openblas, is_strip_faster, threads_for, use_threads
 from kakeya.mlx.numerics.openblas import Angles, suit
+from kakeya.mlx.ring.share import RingShare
 from kakeya.prefix.names.weights import weights_state
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,12 @@ class LoadedModel:
     """Angles that its rotations share, where the network was made to suit OpenBLAS."""
     layout: str = "by output"
     """The order of its weights in memory; see `numerics.openblas`."""
+    ring: RingShare | None = None
+    """The place in a ring group, where this process holds only a share of the network."""
+
+    def agreed(self, selected: mx.array) -> mx.array:
+        """The selection that all ranks go on with. Shape: [L] int32."""
+        return selected if self.ring is None else self.ring.agreed(selected)
 
     def make_cache(self) -> list[Any]:
         """One cache object a layer, of the class that the architecture asks for."""
@@ -130,11 +137,12 @@ def load(
     adapter_rank: int = 0,
     blas_threads: int = 1,
     told: Callable[[LoadPhase, int, int], None] = lambda *_: None,
+    ring: RingShare | None = None,
 ) -> LoadedModel:
     """Load weights into memory; with slots for so many adapters of at most this rank.
 
     OpenBLAS gets so many threads, 0 = as the model's size suggests. `told` hears how far it is: the
-    phase, the bytes that were read, and all bytes.
+    phase, the bytes that were read, and all bytes. `ring` leaves only this rank's share.
 
     Raises ConfigError when the folder lacks a part, or holds an architecture or weights that
     mlx-lm cannot read.
@@ -144,6 +152,8 @@ def load(
     folder = resolve_folder(id_or_path)
     state = weights_state(folder)
     network, config = read_network(folder)
+    if ring is not None:
+        ring.take(network, config)
     quantization = _quantization(config)
     angles, layout = None, "by output"
     is_cpu = mx.default_device().type == mx.DeviceType.cpu
@@ -181,6 +191,7 @@ def load(
         weights_state=state if weights_state(folder) == state else "",
         angles=angles,
         layout=layout,
+        ring=ring,
         adapters=AdapterSlots(network, count=adapter_slots, max_rank=adapter_rank, base=fingerprint)
         if adapter_slots > 0
         else None,

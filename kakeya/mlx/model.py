@@ -42,6 +42,7 @@ from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.numerics.grid import Grid, exactness, is_row_exact, nominal_grid
 from kakeya.mlx.probe import SpeedProbe
+from kakeya.mlx.ring.share import RingSplit
 from kakeya.mlx.verifier import MlxVerifier
 
 _log = logging.getLogger(__name__)
@@ -69,14 +70,18 @@ class MlxModel:
         hand_over(loaded.network)
         self._file = FindingsFile(findings, loaded)
         self._found = self._file.read()
-        self._blocks = _blocks(loaded, is_tried=self._found.are_blocks_tried)
+        self._blocks = None
+        if loaded.ring is None:  # a block would hold the KV of one rank
+            self._blocks = _blocks(loaded, is_tried=self._found.are_blocks_tried)
         self._assignment: PlaceAssignment | None = None
         self._memory_bytes: int | None = None
         self._facts = self._first_facts(load_s, blas_accelerated)
         self._apply(self._found)
         if self._blocks is not None and not self._found.are_blocks_tried:
             self._find(replace(self._found, are_blocks_tried=True))
-        if self._found.sharing is None and loaded.weight_bytes <= _CHECKED_AT_ONCE_BYTES:
+        is_small = loaded.weight_bytes <= _CHECKED_AT_ONCE_BYTES
+        # All ranks of a ring check at the same time, which is now.
+        if self._found.sharing is None and (is_small or loaded.ring is not None):
             at_once(self._check())
         self._tidy_up()
         self._drafter = Drafter(loaded, self._facts.prefill_chunk_tokens)
@@ -103,6 +108,9 @@ class MlxModel:
             grid = () if is_row_exact(loaded, blocks) else nominal
         if not grid:
             chunk_tokens = _timed_chunk(self._found.speeds, chunk_tokens, blocks)
+        parts = len(state.cache) if can_split(loaded) else 1
+        if loaded.ring is not None and loaded.ring.split is RingSplit.PIPELINE:
+            parts = 1  # ranks have other numbers of layers
         return LoadedFacts(
             model_id=loaded.model_id,
             model_path=str(loaded.path),
@@ -126,7 +134,7 @@ class MlxModel:
             adapter_slots=loaded.adapters.count if loaded.adapters else 0,
             adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
             base_fingerprint=loaded.fingerprint,
-            prefill_parts=len(state.cache) if can_split(loaded) else 1,
+            prefill_parts=parts,
             kv_block_tokens=blocks.block_tokens if blocks else 0,
             kv_block_bytes=blocks.block_tokens * blocks.row_bytes if blocks else 0,
             kv_state_bytes=blocks.state_bytes if blocks else 0,
@@ -166,6 +174,7 @@ class MlxModel:
             self._loaded,
             self._facts.vocab_size,
             known=self._found.speeds,
+            opened=self.open,
             has_room=self._has_room,
         )
         for pause_s in probe.slices():

@@ -97,12 +97,14 @@ class SpeedProbe:
         loaded: LoadedModel,
         vocab_size: int,
         *,
+        opened: Callable[[], MlxVerifier] | None = None,
         known: Speeds = Speeds(),  # noqa: B008 - frozen
         has_room: Callable[[int], bool] = lambda _: True,
         clock: Callable[[], Timing] = lambda: Timing(time.perf_counter(), time.process_time()),
     ) -> None:
         self.speeds = known
         self._loaded = loaded
+        self._opened = opened or (lambda: MlxVerifier(loaded))
         self._vocab_size = vocab_size
         self._has_room = has_room
         self._clock = clock
@@ -142,7 +144,7 @@ class SpeedProbe:
         timings: _Timings = {}
         for tokens in _rounds(sizes or PIECES[:1], timings):
             yield QUIET_S
-            state = MlxVerifier(self._loaded)
+            state = self._opened()
             timings.setdefault(tokens, []).append(self._piece(state, tokens))
         found = believed_sizes(timings, on_cpu=self._on_cpu)
         self.speeds = replace(self.speeds, pieces_s=found)
@@ -193,7 +195,7 @@ class SpeedProbe:
         return Timing(wall_s, ended.cpu_s - began.cpu_s)
 
     def _warm(self, tokens: int) -> MlxVerifier:
-        state = MlxVerifier(self._loaded)
+        state = self._opened()
         state.prefill(self._ids(max(1, min(tokens, self._loaded.context_tokens // 4))))
         return state
 

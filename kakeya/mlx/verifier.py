@@ -189,7 +189,7 @@ class MlxVerifier:
         self._stay_or_leave(1)
         row = self.next_row() if token is None else mx.array([token], dtype=mx.int32)
         logits = self.step(row)
-        selected = self._select(logits, first_position=self._length)
+        selected = self._agreed(logits, first_position=self._length)
         flight = LaunchedStep(selected, logprobs_of(logits, selected, [self._top_logprobs]))
         flight.begin()
         self._flight.append(Landing(flight, 0))
@@ -270,7 +270,7 @@ class MlxVerifier:
         """Append `tokens` in one forward; return the token selected after each of them."""
         self._stay_or_leave(len(tokens))
         logits = self._model.forward(_rows(tokens), self._cache, self._slots)[0]
-        selected = self._select(logits, self._length + 1, tokens[1:])
+        selected = self._agreed(logits, self._length + 1, tokens[1:])
         self._length += len(tokens)
         rows = logprobs_of(logits, selected, [self._top_logprobs] * len(tokens))
         self._told += [row.read() for row in rows.values()]
@@ -369,6 +369,18 @@ class MlxVerifier:
         Row i selects the token at absolute position `first_position + i`.
         """
         return select(self.edited(logits, ahead), self._sampling, first_position)
+
+    def _agreed(self, logits: mx.array, first_position: int, ahead: Sequence[int] = ()) -> mx.array:
+        """As `_select`, and the same at all ranks that compute this forward.
+
+        A rank that raises takes part first: the others, which know no processors, wait for it.
+        """
+        try:
+            selected = self._select(logits, first_position, ahead)
+        except KakeyaError:
+            mx.eval(self._model.agreed(mx.argmax(logits, axis=-1).astype(mx.int32)))
+            raise
+        return self._model.agreed(selected)
 
 
 def _rows(tokens: Sequence[int]) -> mx.array:

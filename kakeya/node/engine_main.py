@@ -4,6 +4,9 @@ The parent holds the other end of this process's standard input: at end of file 
 ended, and this process ends at once too, even in the middle of a step. It leaves by `os._exit`,
 since a normal interpreter exit beside a thread that used mlx can abort or hang.
 
+With `--ring` the process is one of the ranks that mlx.launch started: rank 0 serves, the others
+repeat its calls, and all of them end when one is lost.
+
 Exit status: 0 stopped, 1 fault, 2 the model cannot be loaded as configured.
 """
 
@@ -24,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kakeya.core.errors import KakeyaError
+from kakeya.core.errors import ConfigError, KakeyaError, PeerError
 from kakeya.core.log import configure, event
 from kakeya.core.process import bound_heap, compute_in_bulk
 from kakeya.generation.progress import LoadPhase, LoadTeller
@@ -57,7 +60,8 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
     try:
         made = engine.result()
     except KakeyaError as failure:
-        _leave(2, f"kakeya engine: {failure.message}")
+        status = 1 if isinstance(failure, PeerError) else 2
+        _leave(status, f"kakeya engine: {failure.message}")
     except BaseException as failure:  # noqa: BLE001 - the last word of this process
         _log.exception("the model could not be started")
         _leave(1, f"kakeya engine: {failure!r}")
@@ -156,6 +160,8 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--adapter-rank", type=int, default=16, help="largest rank of an adapter")
     parser.add_argument("--encodes", action="store_true", help="the model makes embeddings")
     parser.add_argument("--identity", type=Path, help="folder of the identity for calls to peers")
+    parser.add_argument("--ring", choices=("tensor", "pipeline"), help="be a rank of mlx.launch")
+    parser.add_argument("--layers", default="", help="layers of each rank of a pipeline: 20,12")
     parser.add_argument("--findings", type=Path, help="folder of what is known of models")
     parser.add_argument(
         "--blas-threads",
@@ -192,6 +198,8 @@ def load_model(options: Namespace) -> Model:
     """Load a model with mlx by the options."""
     accelerated, told = _before_mlx(options)
     started = time.perf_counter()
+    if options.ring:
+        return _load_rank(options, accelerated, told)
     from kakeya.mlx.loader import load
     from kakeya.mlx.model import MlxModel
 
@@ -206,6 +214,20 @@ def load_model(options: Namespace) -> Model:
     told(LoadPhase.CHECK)
     load_s = time.perf_counter() - started
     return MlxModel(loaded, load_s, accelerated, findings=options.findings)
+
+
+def _load_rank(options: Namespace, accelerated: bool, told: LoadTeller) -> Model:
+    """Load as rank 0 of a ring group; any other rank computes until the group ends."""
+    from kakeya.fleet.placement.ring import probe_ring_environment
+    from kakeya.mlx.ring.rank import RingRank
+
+    ring = probe_ring_environment()
+    if not ring.is_available:
+        raise ConfigError(f"--ring is for ranks: {ring.failure_reason}")
+    rank = RingRank(ring, options, lambda reason: _leave(1, f"kakeya engine: {reason}"))
+    if not rank.leads:
+        rank.follow(accelerated, told)
+    return rank.lead(accelerated, told)
 
 
 def _before_mlx(options: Namespace) -> tuple[bool, LoadTeller]:

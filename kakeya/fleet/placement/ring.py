@@ -51,6 +51,8 @@ class RingEnvironment:
     world_size: int = 0
     backend: str = ""
     ring_name: str = ""
+    leader_host: str = ""
+    """An address of rank 0's machine, as the launch names it."""
     failure_reason: str = ""
 
     def render(self) -> str:
@@ -95,9 +97,13 @@ def _probe(environ: Mapping[str, str], init: Callable[[], RingGroup] | None) -> 
         ((kind, environ[name]) for name, kind in _BACKEND_BY_FILE.items() if environ.get(name)),
         ("any", ""),
     )
+    leader = environ.get("MLX_JACCL_COORDINATOR", "")
     if path:
         text = Path(path).read_text(encoding="utf-8")
-        world_size = len(json.loads(text)) if text.strip() else 1
+        entries = json.loads(text) if text.strip() else [""]
+        world_size = len(entries)
+        if backend == "ring" and entries[0]:
+            leader = str(entries[0][0])
         name = hashlib.sha256(text.encode()).hexdigest()[:_RING_NAME_CHARS]
     else:
         world_size, name = int(environ.get("MLX_WORLD_SIZE", "1")), ""
@@ -111,7 +117,12 @@ def _probe(environ: Mapping[str, str], init: Callable[[], RingGroup] | None) -> 
     if rank >= world_size:
         return _unavailable(f"rank {rank} lies outside of a ring of {world_size}")
     return RingEnvironment(
-        is_available=True, rank=rank, world_size=world_size, backend=backend, ring_name=name
+        is_available=True,
+        rank=rank,
+        world_size=world_size,
+        backend=backend,
+        ring_name=name,
+        leader_host=leader.rpartition(":")[0].strip("[]"),
     )
 
 

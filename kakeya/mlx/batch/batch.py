@@ -73,7 +73,7 @@ def launch_together(
     lengths = [state.length for state in states]
     try:
         logits = forward_together(model, states, _inputs(states, tokens))
-        selected = _select(logits, states, lengths)
+        selected = model.agreed(_select(logits, states, lengths))
         tops = [state.top_logprobs for state in states]
         flight = LaunchedStep(selected, logprobs_of(logits, selected, tops))
         flight.begin()
@@ -141,23 +141,31 @@ def _differs(model: LoadedModel, assignment: PlaceAssignment | None) -> Generato
             yield
             state.prefill(text[first : first + _PIECE_TOKENS])
     rows = [mx.array([token], dtype=mx.int32) for token in (1, 3, 2)]
+    reason = ""
     for sharing in ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (0, 1, 2)):
         yield
         members = list(sharing)
         if assignment is not None:
             members = [members[at] for at in assignment.arrange([together[at] for at in members])]
-        expected = mx.concatenate([alone[at].step(rows[at]) for at in members])
+        each = []
+        for at in members:
+            each.append(alone[at].step(rows[at]))
+            mx.eval(each[-1])  # ranks of a pipeline would order several forwards differently
+        expected = mx.concatenate(each)
         row = mx.concatenate([rows[at] for at in members])
         found = forward_together(model, [together[at] for at in members], row)
         for at in members:
             together[at].appended()
         off = share_off(found, expected)
         if not off <= ROUNDING:  # also where it is no number
-            return f"rows in one forward have logits that are off by {off:.2g} of the largest"
-        chosen = mx.argmax(expected, axis=-1).astype(mx.int32)
+            reason = f"rows in one forward have logits that are off by {off:.2g} of the largest"
+            if model.ring is None:  # else another rank may find less, and all go on together
+                return reason
+        chosen = model.agreed(mx.argmax(expected, axis=-1).astype(mx.int32))
+        mx.eval(chosen)  # the last rank of a pipeline needs no tokens, and would not agree on them
         for at, token in zip(members, split(chosen, len(members)), strict=True):
             rows[at] = token
-    return ""
+    return reason
 
 
 def forward_together(model: LoadedModel, states: Sequence[MlxVerifier], row: mx.array) -> mx.array:

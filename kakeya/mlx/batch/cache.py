@@ -63,6 +63,15 @@ class AloneKV:
         self._cache = cache
         self._fetched: Any = None
 
+    @property
+    def keys(self) -> mx.array:
+        """All keys of the row's cache."""
+        return cast("mx.array", self._cache.keys)
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._cache.keys = keys
+
     def make_mask(self, count: int, *, return_array: bool, window_size: int | None) -> Any:  # noqa: ANN401
         """The mask of the cache."""
         return self._cache.make_mask(count, return_array=return_array, window_size=window_size)
@@ -213,6 +222,21 @@ class RowCaches:
         self._bounds = bounds
         self.offset = offset
         self._given: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def keys(self) -> mx.array:
+        """Those of the first part, on which mlx-lm makes a pipeline's sending depend."""
+        return self._alone().keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._alone().keys = keys
+
+    def _alone(self) -> AloneKV:
+        part = self._parts[0]
+        if not isinstance(part, AloneKV):
+            raise InvariantBroken("batch", "a rank of a pipeline has its rows in a slab")
+        return part
 
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None

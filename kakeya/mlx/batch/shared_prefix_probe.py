@@ -36,8 +36,13 @@ _CLOSE = 0.02
 
 
 def sharing_check(model: LoadedModel) -> Generator[None, None, Sharing]:
-    """Find out how sequences of this model may share forwards, a few forwards for each `next`."""
+    """Find out how sequences of this model may share forwards, a few forwards for each `next`.
+
+    Ranks of a ring have no slabs: which places are free depends on when a sequence's memory goes.
+    """
     reason = ""
+    if model.ring is not None:
+        return Sharing(turns_reason=(yield from turns_check(model)))
     for assignment in (PlaceAssignment(), None) if uses_slabs() else (None,):
         reason = yield from turns_check(model, assignment)
         if not reason:

@@ -30,6 +30,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.nn.layers.distributed import AllToShardedLinear, ShardedToAllLinear
 from mlx.utils import tree_unflatten
 
 STRIP_OUTPUTS = 128
@@ -143,6 +144,7 @@ def _by_strips(x: mx.array, strips: mx.array) -> mx.array:
     return found.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
 
 
+_LINEAR = (nn.Linear, AllToShardedLinear, ShardedToAllLinear)
 _STRIPPED: dict[type[nn.Module], Callable[[Any, int], nn.Module]] = {
     nn.Linear: StripLinear,
     nn.Embedding: StripEmbedding,
@@ -185,7 +187,7 @@ def suit(
 
 def _multiplied(network: nn.Module) -> list[nn.Module]:
     """Layers with float32 weights that are a factor of a product."""
-    linear = [m for m in network.modules() if isinstance(m, nn.Linear)]
+    linear = [m for m in network.modules() if isinstance(m, _LINEAR)]
     outputs = {m.weight.shape[0] for m in linear}
     # Where another layer has an output for each token, the embedding is only looked up in.
     embeddings = [m for m in network.modules() if isinstance(m, nn.Embedding)]

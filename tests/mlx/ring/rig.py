@@ -1,0 +1,116 @@
+"""Ring groups of real processes on loopback, started by mlx.launch, and engines beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kakeya.core.units import pack_ids
+from kakeya.v1 import engine_pb2 as pb
+from kakeya.v1.engine_pb2_grpc import EngineServiceStub
+from tests import findings
+from tests.engine.rig import frames_of
+
+LAUNCH = Path(sys.executable).parent / "mlx.launch"
+START_S = 240.0
+ENGINE = ("kakeya.node.engine_main",)
+
+
+@dataclass
+class Served:
+    """A group, or an engine, that was started."""
+
+    process: subprocess.Popen[bytes]
+    channel: grpc.Channel
+    log: Path
+
+    @property
+    def stub(self) -> EngineServiceStub:
+        return EngineServiceStub(self.channel)
+
+    def serves(self) -> Served:
+        grpc.channel_ready_future(self.channel).result(START_S)
+        return self
+
+    def decode(self, prompt: Sequence[int], tokens: int, **more: object) -> list[int]:
+        """Greedy tokens, unless told otherwise."""
+        return list(self.stream(prompt, tokens, **more))
+
+    def stream(self, prompt: Sequence[int], tokens: int, **more: object) -> Iterator[int]:
+        wanted = pb.DecodeRequest(token_ids_le32=pack_ids(prompt), max_tokens=tokens, **more)  # type: ignore[arg-type]
+        for message in self.stub.Decode(wanted, timeout=START_S):
+            for frame in frames_of(message):
+                yield from frame.tokens.token_ids
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks of a group, in their order."""
+        found = re.findall(r"in the ring .*rank=(\d+) .*pid=(\d+)", self.said())
+        return [pid for _, pid in sorted((int(rank), int(pid)) for rank, pid in found)]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports that follow each other."""
+    while True:
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = int(first.getsockname()[1])
+            for more in range(1, count):
+                held.enter_context(socket.create_server(("127.0.0.1", port + more)))
+            return port
+
+
+@contextlib.contextmanager
+def group(
+    ranks: int, model: Path, *flags: str, engine: Sequence[str] = ENGINE
+) -> Iterator[Served]:
+    """A group that loads; ended by the end of its launcher."""
+    port = str(free_ports(ranks))
+    launch = (str(LAUNCH), "-n", str(ranks), "--backend", "ring", "-p", port, "--")
+    with _started((*launch, sys.executable, "-m", *engine), model, flags) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def alone(model: Path) -> Iterator[Served]:
+    """One process that holds all of the model."""
+    with _started((sys.executable, "-m", *ENGINE), model, findings.flags()) as served:
+        yield served.serves()
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], model: Path, flags: Sequence[str]) -> Iterator[Served]:
+    with tempfile.TemporaryDirectory(prefix="kk") as folder:
+        about = ("--socket", f"{folder}/s", "--model", str(model), "--model-id", "toy")
+        log = Path(folder) / "log"
+        with log.open("wb") as written:
+            process = subprocess.Popen(
+                (*command, *about, *flags),
+                stdin=subprocess.PIPE,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+            )
+        channel = grpc.insecure_channel(f"unix:{folder}/s")
+        served = Served(process, channel, log)
+        try:
+            yield served
+        except BaseException:
+            print(served.said())
+            raise
+        finally:
+            channel.close()
+            process.terminate()
+            process.wait(60)
+            if process.stdin is not None:
+                process.stdin.close()

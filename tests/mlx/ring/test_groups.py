@@ -1,0 +1,161 @@
+"""Groups of real processes say what one process says, and refuse what ranks cannot share.
+
+Tensor splits sum in another order than one process, so bits may differ: greedy tokens are compared,
+of models that are small enough for no tie.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kakeya.core.units import pack_ids
+from kakeya.v1 import engine_pb2 as pb
+from tests.mlx.random_models import write_model
+from tests.mlx.ring.rig import LAUNCH, Served, alone, group
+
+pytestmark = pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch is not installed")
+
+PROMPTS = [[5, 9, 13, 2, 7] * 30, [3, 8] * 50, [11, 12, 13] * 10]
+"""The first ones are longer than a piece of a prompt."""
+TOKENS = 32
+SMOL = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(
+        tmp_path_factory.mktemp("llama") / "model",
+        "llama",
+        changes={"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4},
+    )
+
+
+@pytest.fixture(scope="module")
+def one(llama: Path) -> Iterator[Served]:
+    with alone(llama) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def two(llama: Path) -> Iterator[Served]:
+    with group(2, llama, "--ring", "tensor") as served:
+        yield served.serves()
+
+
+def test_it_says_what_one_process_says(one: Served, two: Served) -> None:
+    for prompt in PROMPTS:
+        assert two.decode(prompt, TOKENS) == one.decode(prompt, TOKENS)
+    seeded = {"temperature": 0.8, "seed": 7, "top_p": 1.0}
+    assert two.decode(PROMPTS[0], TOKENS, **seeded) == one.decode(PROMPTS[0], TOKENS, **seeded)
+
+
+def test_requests_at_once_share_forwards_and_say_the_same(one: Served, two: Served) -> None:
+    found: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = two.decode(PROMPTS[number], 3 * TOKENS)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[at] for at in range(3)] == [one.decode(each, 3 * TOKENS) for each in PROMPTS]
+    assert two.stub.Stats(pb.StatsRequest()).batch_rows >= 2
+
+
+def test_drafts_change_nothing(one: Served, two: Served) -> None:
+    ngram = [pb.DraftSource(kind=pb.DraftSource.KIND_NGRAM)]
+    prompt = PROMPTS[1]
+    assert two.decode(prompt, TOKENS, draft_sources=ngram) == one.decode(prompt, TOKENS)
+
+
+def test_a_kept_prefix_is_used_again(one: Served, two: Served) -> None:
+    first = two.decode(PROMPTS[0], TOKENS, kv_key="chat")
+    longer = [*PROMPTS[0], *first, 3, 4, 5]
+    frames = list(two.stub.Decode(_request(longer, kv_key="chat"), timeout=60))
+    done = next(frame.done for frame in (*frames, *frames[-1].following) if frame.HasField("done"))
+    assert done.reused_tokens >= len(PROMPTS[0])
+    assert two.decode(longer, TOKENS) == one.decode(longer, TOKENS)
+
+
+def test_a_cancelled_request_leaves_the_ranks_together(one: Served, two: Served) -> None:
+    call = two.stub.Decode(_request(PROMPTS[0], tokens=300), timeout=60)
+    next(call)
+    call.cancel()
+    assert two.decode(PROMPTS[1], TOKENS) == one.decode(PROMPTS[1], TOKENS)
+
+
+def test_what_ranks_cannot_share_is_refused(two: Served) -> None:
+    facts = two.stub.Describe(pb.DescribeRequest())
+    assert (facts.kv_block_tokens, facts.adapter_slots) == (0, 0)  # no KV in pages, no adapters
+    with pytest.raises(grpc.RpcError, match="drafts for no peer"):
+        two.stub.Draft(pb.DraftRequest(token_ids_le32=_request(PROMPTS[0]).token_ids_le32, size=4))
+    assert two.decode(PROMPTS[2], 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "architecture", "changes", "flags"),
+    [
+        (2, "qwen3", {"num_attention_heads": 8, "num_key_value_heads": 8}, ["tensor"]),
+        (3, "llama", {**SMOL, "intermediate_size": 192}, ["tensor"]),
+        (2, "qwen3", MOE, ["pipeline", "--layers", "1,3"]),
+    ],
+    ids=["qwen3 with 8 KV heads", "9 heads and 3 KV heads on 3 ranks", "unequal layers"],
+)
+def test_other_splits_say_what_one_process_says(
+    tmp_path: Path, ranks: int, architecture: str, changes: dict[str, object], flags: Sequence[str]
+) -> None:
+    model = write_model(tmp_path / "model", architecture, changes=changes)
+    with alone(model) as one, group(ranks, model, "--ring", *flags) as many:
+        many.serves()
+        assert len(many.pids()) == ranks
+        for prompt in PROMPTS:
+            assert many.decode(prompt, TOKENS) == one.decode(prompt, TOKENS)
+        threads = [threading.Thread(target=many.decode, args=(p, TOKENS)) for p in PROMPTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert many.decode(PROMPTS[0], TOKENS) == one.decode(PROMPTS[0], TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "flags", "reason"),
+    [
+        ("llama", SMOL, ["tensor"], "9 attention heads, which 2 ranks cannot share equally"),
+        ("llama", {}, ["pipeline"], "mlx-lm has no pipeline of 'llama' models"),
+        ("gemma3", {}, ["tensor"], "mlx-lm has no tensor split of 'gemma3_text' models"),
+    ],
+)
+def test_a_split_that_the_model_has_not_is_refused_by_all_ranks(
+    tmp_path: Path,
+    architecture: str,
+    changes: dict[str, object],
+    flags: Sequence[str],
+    reason: str,
+) -> None:
+    model = write_model(tmp_path / "model", architecture, changes=changes)
+    with group(2, model, "--ring", *flags) as refused:
+        refused.process.wait(240)
+        assert reason in refused.said()
+        assert "exited with code 2" in refused.said()
+
+
+def _request(prompt: Sequence[int], tokens: int = TOKENS, **more: object) -> pb.DecodeRequest:
+    return pb.DecodeRequest(token_ids_le32=pack_ids(prompt), max_tokens=tokens, **more)  # type: ignore[arg-type]
