@@ -33,6 +33,8 @@ from kakeya.generation.spec import ModelRole, ModelSpec, is_gguf, resolve
 from kakeya.memory.api import MemoryArbiter
 
 _log = logging.getLogger(__name__)
+GROUP = "group"
+"""The option that names the socket of a ring group, which serves the model in place of a child."""
 _SOCKET_NAME_BYTES = 32
 """The length of an engine's folder and socket below the folder of all sockets."""
 EngineCommand = Callable[[ModelSpec, str], Command]
@@ -60,7 +62,7 @@ def _on_backend(spec: ModelSpec, resolved: str | None) -> ModelSpec:
             f"models.{spec.model_id}.backend is {said.backend}, and {resolved} is a model for "
             f"{backend}; leave it out, or name other files"
         )
-    known = LLAMA_OPTIONS if backend == LLAMA else ()
+    known = LLAMA_OPTIONS if backend == LLAMA else (GROUP,)
     said.check_options(spec.model_id, backend, known=known)
     return replace(spec, manifest=replace(said, backend=backend))
 
@@ -104,7 +106,12 @@ def engine_command(
         draws = spec.role is ModelRole.DIFFUSION
         module = "kakeya.backends.images.worker" if draws else "kakeya.node.engine_main"
 
+        group = dict(spec.manifest.options).get(GROUP)
+
         def on_socket(socket: Path) -> Sequence[str]:
+            if group is not None:
+                program = (sys.executable, "-m", "kakeya.backends.ring.adopt")
+                return (*program, "--socket", str(socket), "--group", str(group))
             common = (
                 *(sys.executable, "-m", module),
                 *("--socket", str(socket)),

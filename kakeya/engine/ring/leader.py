@@ -124,10 +124,12 @@ class RingLeader:
         """Compute the part of rank 0."""
         with self._counting:
             self._progress.sent(0, self._timer(), limit_s)
-        yield
-        with self._counting:
-            self._own_finished += 1
-            self._progress.finished(0, self._own_finished, self._timer())
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._own_finished += 1
+                self._progress.finished(0, self._own_finished, self._timer())
 
     def _admit(self, link: RingLink) -> None:
         """Take a connection that knows the token; close any other."""

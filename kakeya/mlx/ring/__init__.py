@@ -1,1 +1,1 @@
-"""A model over the ranks of an mlx.distributed group: rank 0 serves, the others follow its calls."""
+"""A model over the ranks of a ring group: rank 0 serves, the others repeat its calls."""

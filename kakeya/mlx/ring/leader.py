@@ -110,7 +110,9 @@ class LeaderVerifier(MlxVerifier):
 class LeaderForward:
     """Implements `engine.model.PromptForward`; the other ranks compute the same parts."""
 
-    def __init__(self, calls: RingCalls, begin: Callable[[], PromptForward], *given: object) -> None:
+    def __init__(
+        self, calls: RingCalls, begin: Callable[[], PromptForward], *given: object
+    ) -> None:
         """`given` is told of the sequences, their pieces, and the parts."""
         self._calls = calls
         self._number = calls.name(self)

@@ -1,10 +1,10 @@
 """One process of a ring group, from the launch to its end.
 
-    launch     mlx.launch starts the same command for each rank, and the ring connects them
-    join       rank 0 listens for control connections; a sum over the ring tells where
-    load       each rank its share
-    check      all ranks at once; equal weights and equal versions first
-    serve      rank 0; the others repeat its calls
+launch     mlx.launch starts the same command for each rank, and the ring connects them
+join       rank 0 listens for control connections; a sum over the ring tells where
+load       each rank its share
+check      all ranks at once; equal weights and equal versions first
+serve      rank 0; the others repeat its calls
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import mlx.core as mx
 
@@ -53,8 +53,15 @@ class RingRank:
             raise ConfigError(f"the ring cannot be joined: {failure}") from failure
         layers = tuple(int(each) for each in options.layers.split(",") if each)
         self._share = share = RingShare(group, RingSplit(options.ring), layers)
-        told = {"rank": share.rank, "ranks": share.size, "split": share.split, "pid": os.getpid()}
-        event(_log, "in the ring", backend=ring.backend, **told)
+        event(
+            _log,
+            "in the ring",
+            backend=ring.backend,
+            rank=share.rank,
+            ranks=share.size,
+            split=share.split,
+            pid=os.getpid(),
+        )
         self._leader: RingLeader | None = None
         self._follower: RingFollower | None = None
         token = secrets.token_hex(_TOKEN_BYTES)
@@ -118,8 +125,8 @@ class RingRank:
 
 def _told(share: RingShare, values: list[int]) -> list[int]:
     """Rank 0's values, at all ranks."""
-    found: list[int] = share.agreed(mx.array(values, dtype=mx.int32)).tolist()
-    return found
+    found = share.agreed(mx.array(values, dtype=mx.int32))
+    return cast("list[int]", found.tolist())
 
 
 def _facts(loaded: LoadedModel) -> dict[str, object]:

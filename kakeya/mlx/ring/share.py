@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,7 +68,7 @@ class RingShare:
     def agreed(self, selected: mx.array) -> mx.array:
         """Rank 0's selection, at all ranks. Shape: [L] int32."""
         own = selected if self.rank == 0 else selected * 0
-        return cast("mx.array", mx.distributed.all_sum(own, group=self.group))
+        return mx.distributed.all_sum(own, group=self.group)
 
     def _shard(self, network: nn.Module, config: Mapping[str, Any]) -> None:
         shard = getattr(network, "shard", None)
@@ -82,11 +82,12 @@ class RingShare:
                     else "it has no pipeline of them either"
                 )
             )
-        for name, heads in _heads(config).items():
-            if heads % self.size:
+        heads = _heads(config)
+        for name, count in heads.items():
+            if count % self.size:
                 raise ConfigError(
-                    f"{kind!r} has {heads} {name}, which {self.size} ranks cannot share equally: "
-                    f"a tensor split takes {_divisors(_heads(config).values())} ranks"
+                    f"{kind!r} has {count} {name}, which {self.size} ranks cannot share equally: "
+                    f"{_possible(list(heads.values()))}"
                 )
         shard(self.group)
 
@@ -108,8 +109,8 @@ def _heads(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _divisors(counts: Any) -> str:  # noqa: ANN401
-    found = list(counts)
-    return ", ".join(
-        str(ranks) for ranks in range(2, max(found) + 1) if not any(n % ranks for n in found)
-    )
+def _possible(counts: Sequence[int]) -> str:
+    found = [n for n in range(2, min(counts) + 1) if not any(each % n for each in counts)]
+    if not found:
+        return "no number of ranks can"
+    return f"a tensor split takes {' or '.join(map(str, found))} ranks"

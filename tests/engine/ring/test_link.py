@@ -1,4 +1,4 @@
-"""Control connections of a group, over real sockets: what is told arrives, and a loss is noticed."""
+"""Control connections of a group, over real sockets: what is told arrives, losses are noticed."""
 
 from __future__ import annotations
 
@@ -113,6 +113,14 @@ def test_a_finished_command_is_told_with_a_beat(group: Callable[[int], Group]) -
     wait_until("the beat", lambda: not made.leader.pending())
     made.clock.advance(2 * LOAD_STUCK_S)
     assert not made.lost
+
+
+def test_work_of_rank_0_that_fails_is_finished_too(group: Callable[[int], Group]) -> None:
+    made = group(2)
+    with pytest.raises(PeerProtocol), made.leader.working():
+        assert made.leader.pending() == [0]
+        raise PeerProtocol("refused")
+    assert made.leader.pending() == []
 
 
 def test_a_connection_without_the_token_is_closed() -> None:

@@ -31,6 +31,7 @@ class Served:
 
     process: subprocess.Popen[bytes]
     channel: grpc.Channel
+    socket: Path
     log: Path
 
     @property
@@ -72,9 +73,7 @@ def free_ports(count: int) -> int:
 
 
 @contextlib.contextmanager
-def group(
-    ranks: int, model: Path, *flags: str, engine: Sequence[str] = ENGINE
-) -> Iterator[Served]:
+def group(ranks: int, model: Path, *flags: str, engine: Sequence[str] = ENGINE) -> Iterator[Served]:
     """A group that loads; ended by the end of its launcher."""
     port = str(free_ports(ranks))
     launch = (str(LAUNCH), "-n", str(ranks), "--backend", "ring", "-p", port, "--")
@@ -102,7 +101,7 @@ def _started(command: Sequence[str], model: Path, flags: Sequence[str]) -> Itera
                 stderr=subprocess.STDOUT,
             )
         channel = grpc.insecure_channel(f"unix:{folder}/s")
-        served = Served(process, channel, log)
+        served = Served(process, channel, Path(folder) / "s", log)
         try:
             yield served
         except BaseException:

@@ -90,7 +90,7 @@ def test_a_kept_prefix_is_used_again(one: Served, two: Served) -> None:
     longer = [*PROMPTS[0], *first, 3, 4, 5]
     frames = list(two.stub.Decode(_request(longer, kv_key="chat"), timeout=60))
     done = next(frame.done for frame in (*frames, *frames[-1].following) if frame.HasField("done"))
-    assert done.reused_tokens >= len(PROMPTS[0])
+    assert done.cached_tokens >= len(PROMPTS[0])
     assert two.decode(longer, TOKENS) == one.decode(longer, TOKENS)
 
 
