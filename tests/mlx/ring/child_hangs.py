@@ -1,4 +1,5 @@
-"""An engine that, as a follower of a ring group, hangs in its call of that number, and beats on."""
+"""An engine that, as a follower of a ring group, hangs so many calls behind the first piece of a
+prompt with a text, and beats on."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from kakeya.node.engine_main import main
 
 if __name__ == "__main__":
-    number = int(sys.argv.pop(1))
+    number, text = int(sys.argv.pop(1)), sys.argv.pop(1)
 
     from kakeya.mlx.numerics.blas import preload_blas
 
@@ -19,7 +20,8 @@ if __name__ == "__main__":
     repeat, left = FollowerModel.repeat, [number]
 
     def hanging(model: FollowerModel, call: Sequence[object]) -> None:
-        left[0] -= 1
+        if left[0] < number or text in str(call):
+            left[0] -= 1
         if left[0] <= 0:
             threading.Event().wait()
         repeat(model, call)
