@@ -161,7 +161,8 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--encodes", action="store_true", help="the model makes embeddings")
     parser.add_argument("--identity", type=Path, help="folder of the identity for calls to peers")
     parser.add_argument("--ring", choices=("tensor", "pipeline"), help="be a rank of mlx.launch")
-    parser.add_argument("--layers", default="", help="layers of each rank of a pipeline: 20,12")
+    layers = "layers of each rank of a pipeline, from rank 0 on: 20,12"
+    parser.add_argument("--layers", type=_numbers, default=(), help=layers)
     parser.add_argument("--findings", type=Path, help="folder of what is known of models")
     parser.add_argument(
         "--blas-threads",
@@ -170,7 +171,14 @@ def _parse(argv: list[str] | None) -> Namespace:
         help="threads of OpenBLAS; 0 = as many as the machine and the model's size suggest",
     )
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.ring and (options.encodes or options.adapter_slots):
+        parser.error("the ranks of a ring share text models, and no encoders and no adapters")
+    return options
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _model_thread(

@@ -1,7 +1,7 @@
 """How far each rank of a ring group is, and when the group counts as stuck. Pure.
 
-A collective waits for all ranks, so one rank that hangs holds up all others, whose threads go on to
-beat. What is told of ranks is therefore the count of commands that they finished: while some rank
+A collective waits for all ranks, so one rank that hangs holds up all others, and all go on to beat.
+What is told of ranks is therefore the count of commands that they finished: while some rank
 has commands left and no count moves, the group is stuck, however alive its processes are.
 """
 

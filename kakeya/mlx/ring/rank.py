@@ -51,8 +51,7 @@ class RingRank:
             group = mx.distributed.init(strict=True, backend=ring.backend)
         except RuntimeError as failure:
             raise ConfigError(f"the ring cannot be joined: {failure}") from failure
-        layers = tuple(int(each) for each in options.layers.split(",") if each)
-        self._share = share = RingShare(group, RingSplit(options.ring), layers)
+        self._share = share = RingShare(group, RingSplit(options.ring), options.layers)
         event(
             _log,
             "in the ring",

@@ -5,8 +5,8 @@
                way back; each rank has the embedding and the output layer
 
 The token that a forward selects is rank 0's for all ranks, agreed on within the graph of the step,
-so that steps stay in a pipeline. Ranks whose logits differ in a bit thus never part, and only rank
-0 samples, edits logits or knows a grammar.
+so that steps stay in a pipeline. Ranks with logits that differ in a bit thus never part, and only
+rank 0 samples, edits logits or knows a grammar.
 """
 
 from __future__ import annotations
