@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="kakeya.backends.ring.adopt", description=__doc__)
     parser.add_argument("--group", type=Path, required=True, help="the socket of rank 0")
     parser.add_argument("--socket", type=Path, required=True, help="the socket to link to it")
-    options = parser.parse_args(argv)
+    options, _ = parser.parse_known_args(argv)  # flags of engines were given to the ranks
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
     channel = open_sync_channel(f"unix:{options.group}", _OPTIONS)

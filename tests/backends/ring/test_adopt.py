@@ -32,7 +32,7 @@ async def test_a_group_serves_as_an_engine_of_the_node_and_its_return_is_waited_
 
     def adopted(socket: Path) -> tuple[str, ...]:
         program = (sys.executable, "-m", "kakeya.backends.ring.adopt")
-        return (*program, "--socket", str(socket), "--group", str(link))
+        return (*program, "--socket", str(socket), "--group", str(link), "--max-running", "4")
 
     async with EngineBackend("toy", adopted) as backend:
 
