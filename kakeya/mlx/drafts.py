@@ -2,31 +2,24 @@
 
 All tokens of a draft are chained lazily and evaluated once, so a draft costs one wait however
 long it is. Prefixes of one stream grow, so the KV that shares the longest head with the new
-prefix is trimmed to it and reused.
+prefix is reused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 import mlx.core as mx
 
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.request import Sampling
+from kakeya.mlx.kept_prefix import KeptPrefix, shared_head
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.selection import select
-from kakeya.mlx.verifier import MlxVerifier
 
 _KEPT_PREFIXES = 8
 """Streams that a drafter follows at once; each costs its prefix's KV."""
-
-
-@dataclass(slots=True)
-class _Stream:
-    state: MlxVerifier
-    tokens: list[int] = field(default_factory=list)
 
 
 class Drafter:
@@ -35,7 +28,7 @@ class Drafter:
     def __init__(self, model: LoadedModel, prefill_chunk_tokens: int) -> None:
         self._model = model
         self._chunk = prefill_chunk_tokens
-        self._streams: list[_Stream] = []
+        self._streams: list[KeptPrefix] = []
 
     @property
     def held_bytes(self) -> int:
@@ -55,11 +48,12 @@ class Drafter:
         With a seed and a temperature above 0, tokens are drawn with the noise that a verifier of
         the same seed uses at these positions, which makes agreement likelier.
         """
-        stream = self._follow(prefix)
+        stream = self._nearest(list(prefix))
+        stream.follow(prefix)
         state = stream.state
         sampling = Sampling(temperature=temperature if seed is not None else 0.0, seed=seed or 0)
         position = len(prefix)
-        row = mx.array([stream.tokens[-1]], dtype=mx.int32)
+        row = mx.array([prefix[-1]], dtype=mx.int32)
         rows: list[mx.array] = []
         sure: list[mx.array] = []
         for step in range(size):
@@ -81,40 +75,13 @@ class Drafter:
             forward_passes=size,
         )
 
-    def _follow(self, prefix: Sequence[int]) -> _Stream:
-        """Bring a stream to hold the KV of all but the last token of `prefix`."""
-        wanted = list(prefix)
-        stream = self._nearest(wanted)
-        shared = min(_shared_head(stream.tokens, wanted), len(wanted) - 1)
-        if not stream.state.trim(stream.state.length - min(shared, stream.state.length)):
-            stream.state = MlxVerifier(self._model)
-        for start in range(stream.state.length, len(wanted) - 1, self._chunk):
-            stream.state.prefill(wanted[start : min(start + self._chunk, len(wanted) - 1)])
-        stream.tokens = wanted
-        return stream
-
-    def _nearest(self, wanted: list[int]) -> _Stream:
+    def _nearest(self, wanted: list[int]) -> KeptPrefix:
         """Pick the stream to continue, newest first in the list; forget the oldest at the cap."""
-        scored = [(_shared_head(stream.tokens, wanted), stream) for stream in self._streams]
+        scored = [(shared_head(stream.tokens, wanted), stream) for stream in self._streams]
         best, stream = max(scored, key=lambda pair: pair[0], default=(0, None))
         if stream is None or best < min(16, len(wanted) - 1):
-            stream = _Stream(MlxVerifier(self._model))
+            stream = KeptPrefix(self._model, self._chunk)
         else:
             self._streams.remove(stream)
         self._streams = [stream, *self._streams[: _KEPT_PREFIXES - 1]]
         return stream
-
-
-def _shared_head(held: list[int], wanted: list[int]) -> int:
-    """How many leading tokens two lists share; a growing prefix is one slice comparison."""
-    size = min(len(held), len(wanted))
-    if held[:size] == wanted[:size]:
-        return size
-    low, high = 0, size
-    while low + 1 < high:
-        middle = (low + high) // 2
-        if held[:middle] == wanted[:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

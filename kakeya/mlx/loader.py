@@ -88,6 +88,10 @@ class LoadedModel:
         caches: list[Any] = make_prompt_cache(self.network)
         return caches
 
+    def vocab_size(self) -> int:
+        """How many ids it has a logit for."""
+        return int(self.forward(mx.array([[0]]), self.make_cache()).shape[-1])
+
     def forward(
         self, tokens: mx.array, cache: list[Any], slots: mx.array | None = None
     ) -> mx.array:

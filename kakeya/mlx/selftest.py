@@ -33,7 +33,7 @@ def main(folder: str) -> None:
     from kakeya.mlx.numerics.bits import ROUNDING, share_off
 
     model = load(folder, "selftest")
-    vocab_size = int(model.forward(mx.array([[0]]), model.make_cache()).shape[-1])
+    vocab_size = model.vocab_size()
     rows = [
         [(7919 * place + 131 * row) % vocab_size for place in range(_PROMPT_TOKENS)]
         for row in range(2)

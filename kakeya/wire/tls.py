@@ -16,6 +16,8 @@ from kakeya.core.errors import ConfigError
 from kakeya.wire.security import TlsMaterial
 
 KEY_FILE, CERTIFICATE_FILE, AUTHORITY_FILE = "key.pem", "cert.pem", "ca.pem"
+IDENTITY_FOLDER = "identity"
+"""Of a data directory."""
 _FILES = (KEY_FILE, CERTIFICATE_FILE, AUTHORITY_FILE)
 _Stamp = tuple[tuple[int, int, int], ...]
 
@@ -105,21 +107,26 @@ def _unreadable(path: Path, problem: OSError) -> ConfigError:
 class FolderSecurity:
     """Keys from a folder (`kakeya join`), for a program that is not a node.
 
-    `server_name` is the id of the node that must answer; "" = any member of the fleet. Only
-    `refresh` reads files, and an event loop calls it in a thread.
+    The folder is a data directory, or the one in it that holds the keys. `server_name` is the id
+    of the node that must answer; "" = any member of the fleet. Only `refresh` reads files, and an
+    event loop calls it in a thread.
     """
 
     def __init__(self, folder: Path, server_name: str = "") -> None:
         self._folder = folder
-        self._files = MaterialFolder(folder)
+        self._files: MaterialFolder | None = None
         self._wanted = server_name
         self._material: TlsMaterial | None = None
         self._server_name = server_name
 
     def refresh(self) -> None:
         """Read the keys if they have changed. Raises ConfigError without keys."""
+        if self._files is None:
+            inner = self._folder / IDENTITY_FOLDER
+            self._files = MaterialFolder(inner if inner.is_dir() else self._folder)
         material = self._files.current()
         if material is None:
+            self._files = None
             raise ConfigError(
                 f"{self._folder} holds no identity ({', '.join(_FILES)}); get one with kakeya join"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
+from pathlib import Path
 from typing import Literal, Protocol, Self, runtime_checkable
 
 import grpc
@@ -27,6 +28,7 @@ from kakeya.decoding.draft.proposer import (
     log_first_failure,
 )
 from kakeya.decoding.remote.remote import PROPOSAL_TIMEOUT_S, RemoteProposer
+from kakeya.decoding.remote.vocabulary import VocabularyMismatch
 
 BLOCK_SIZE = 8
 
@@ -51,8 +53,19 @@ class _Sized(Protocol):
     def vocab_size(self) -> int: ...
 
 
+@runtime_checkable
+class _Worded(Protocol):
+    @property
+    def vocabulary_digest(self) -> str: ...
+
+
 class Placement(Protocol):
     """The place of a proposer; the fleet's plan is one."""
+
+    @property
+    def proposer_node(self) -> str:
+        """The id of its node; asked for only with an identity."""
+        ...
 
     @property
     def proposer_address(self) -> str:
@@ -171,14 +184,17 @@ class SpeculativeDecoder:
         self._controller = controller
         self._on_proposer_error = on_proposer_error
         self._clock = clock or SystemClock()
+        self._is_vocabulary_checked = False
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
         """Yield tokens until a stop token (yielded too), max_tokens or the end of the context.
 
         `history` holds the prompt and all committed tokens, also after an error. Raises
-        InvalidArgument for a prompt that is empty or holds an id outside the vocabulary.
+        InvalidArgument for a prompt that is empty or holds an id outside the vocabulary, and
+        VocabularyMismatch for a remote proposer with ids that mean other text, by its node's card.
         """
         self._check_prompt(prompt)
+        self._check_vocabularies()
         decoding = Decoding(
             prompt,
             max_tokens=max_tokens,
@@ -257,6 +273,20 @@ class SpeculativeDecoder:
                 param="prompt",
             )
 
+    def _check_vocabularies(self) -> None:
+        verifier, proposer = self._verifier, self.proposer
+        if self._is_vocabulary_checked or not isinstance(verifier, _Worded):
+            return
+        if not verifier.vocabulary_digest or not isinstance(proposer, RemoteProposer):
+            return
+        if proposer.vocabulary_digest() not in ("", verifier.vocabulary_digest):
+            raise VocabularyMismatch(
+                f"{proposer.name} has another vocabulary than the verifier: its token ids mean "
+                "other text; take a proposer of the verifier's model family, or ngram",
+                param="proposer",
+            )
+        self._is_vocabulary_checked = True
+
     def _rows(self, draft: Draft, room: int, shadow: ShadowScorer | None) -> int:
         most = min(len(draft.tokens), room, self._block_size)
         if self._controller is None or shadow is None:
@@ -285,11 +315,14 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
         channel: grpc.Channel | None = None,
         timeout_s: float = PROPOSAL_TIMEOUT_S,
         vocab_size: int | None = None,
+        identity: Path | None = None,
     ) -> Self:
         """Connect to the placed proposer; by default its failures are raised.
 
-        A RemoteProposerError then leaves the verifier and `history` as they were committed: plan
-        again and go on from there. Without a `channel` the decoder has its own; see `close`.
+        In a fleet with identities `identity` is the data directory of this machine's node, with
+        the keys that the proposer's node wants to see. A RemoteProposerError leaves the verifier
+        and `history` as they were committed: plan again and go on from there. Without a `channel`
+        the decoder has its own; see `close`.
         """
         vocab_size = _vocabulary(verifier, vocab_size)
         proposer = RemoteProposer(
@@ -299,6 +332,8 @@ class DistributedSpeculativeDecoder(SpeculativeDecoder):
             timeout_s=timeout_s,
             vocab_size=vocab_size,
             extended=placement.proposer_is_extended,
+            server_name=placement.proposer_node if identity is not None else "",
+            identity=identity,
         )
         return cls(
             verifier,

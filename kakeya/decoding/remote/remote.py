@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol, Self
 
 import grpc
@@ -31,12 +32,14 @@ from kakeya.decoding.draft.proposer import BlockProposal, Draft, ProposerStats, 
 from kakeya.decoding.remote.breaker import BreakerState, CircuitBreaker
 from kakeya.decoding.remote.draft_book import RemoteDraftBook
 from kakeya.decoding.remote.sender import PendingDraft, Sender
+from kakeya.decoding.remote.vocabulary import asked_digest
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
 from kakeya.v1.drafts_pb2 import DraftStreamRequest, DraftStreamResponse
 from kakeya.v1.drafts_pb2_grpc import DraftStreamServiceStub
-from kakeya.wire.channels import sync_channel
+from kakeya.wire.channels import is_local, sync_channel
 from kakeya.wire.security import TlsMaterial
+from kakeya.wire.tls import FolderSecurity
 
 __all__ = ["MalformedDraft", "PendingDraft", "RemoteDraftBook", "RemoteProposer"]
 __all__ += ["RemoteProposerError"]
@@ -113,15 +116,18 @@ class RemoteProposer:
 
     `extended=False` for nodes without our wire extensions: they answer full blocks, in which
     padding looks like drafts. A node that turns out to be such a one is asked in its way from then
-    on. Token ids from `vocab_size` on are refused; without it they are not checked here. With
-    `tls` the peer must show a certificate for `server_name`. A given `channel` stays the caller's
-    to close. The first failure is logged and stands in `stats`.
+    on. Token ids from `vocab_size` on are refused; without it they are not checked here. A given
+    `channel` stays the caller's to close. The first failure is logged and stands in `stats`.
+
+    With `tls` the peer must show a certificate for `server_name`. In a fleet with identities a
+    program names the data directory of a member as `identity` instead, which counts on the way to
+    another machine; `server_name` is then the peer's node id, "" = any member.
 
     Otherwise than in the original engine, a call takes 2 seconds at most by default, not 60, and a
     peer that failed three times in a row is not asked for a while.
 
     Raises InvalidArgument for an address that is not HOST:PORT, a timeout or a vocabulary that is
-    not above 0.
+    not above 0, ConfigError for an identity that is missing or damaged.
     """
 
     def __init__(
@@ -135,6 +141,7 @@ class RemoteProposer:
         extended: bool = True,
         tls: TlsMaterial | None = None,
         server_name: str = "",
+        identity: Path | None = None,
         breaker: CircuitBreaker | None = None,
         rng: random.Random | None = None,
         clock: Clock | None = None,
@@ -152,6 +159,10 @@ class RemoteProposer:
         self._has_answered_extended = False
         self._vocab_size = vocab_size
         self._sender = Sender(f"draft-{model_id}")
+        if identity is not None and not is_local(address):
+            security = FolderSecurity(identity, server_name)
+            security.refresh()
+            tls, server_name = security.material(), security.server_name(address)
         self._owns_channel = channel is None
         self._channel = channel or sync_channel(address, tls=tls, server_name=server_name)
         self._stub = rpc.ProposerServiceStub(self._channel)
@@ -256,6 +267,10 @@ class RemoteProposer:
     def soon(self, job: Callable[[], None]) -> None:
         """Have something done on the sender's thread."""
         self._sender.run(job)
+
+    def vocabulary_digest(self) -> str:
+        """Ask the node's card what its token ids mean; "" = the card does not say, or no card."""
+        return asked_digest(self._channel, self.model_id, self.timeout_s)
 
     def close(self) -> None:
         """End the sending thread, and the channel if it is the proposer's own."""

@@ -43,10 +43,10 @@ from kakeya.fleet.identity.certificates import (
     spki_hash,
 )
 from kakeya.wire.security import CertRole, TlsMaterial
-from kakeya.wire.tls import any_member, fleet_name
+from kakeya.wire.tls import IDENTITY_FOLDER, any_member, fleet_name
 
 _log = logging.getLogger(__name__)
-FOLDER = "identity"
+FOLDER = IDENTITY_FOLDER
 KEY, CERTIFICATE, AUTHORITY, AUTHORITY_KEY = "key.pem", "cert.pem", "ca.pem", "ca-key.pem"
 REVOCATIONS, PEERS = "revocations.bin", "peers.txt"
 RENEW_AFTER = 2 / 3
