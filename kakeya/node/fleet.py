@@ -29,6 +29,7 @@ from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
 from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.gossip.service import CapabilityService, register
 from kakeya.fleet.gossip.sync import Sync
+from kakeya.fleet.gossip.watch_service import FleetWatchService
 from kakeya.fleet.identity.identity import load_peers
 from kakeya.fleet.identity.membership import FleetSecurity, Membership
 from kakeya.fleet.identity.renewal import MembershipService
@@ -46,7 +47,10 @@ from kakeya.fleet.view.suspicion import Doubt
 from kakeya.node.figures import fleet_figures, gossip_figures, invite_figures, route_figures
 from kakeya.node.state import NodeState
 from kakeya.node.status import FleetStatus
-from kakeya.v1.fleet_pb2_grpc import add_MembershipServiceServicer_to_server
+from kakeya.v1.fleet_pb2_grpc import (
+    add_FleetServiceServicer_to_server,
+    add_MembershipServiceServicer_to_server,
+)
 from kakeya.wire.channels import Channels
 from kakeya.wire.security import ChannelSecurity
 from kakeya.wire.server.authorization import current_caller
@@ -122,6 +126,7 @@ class NodeFleet:
         self.channels.on_lost = self._connection_lost
         self.sync = Sync(self.registry, rng=rng, revocations=self.trust, suspicion=self.prober)
         self.service = CapabilityService(self.registry, self.sync, clock=clock)
+        self.watches = FleetWatchService(self.registry, clock=clock)
         self.discovery = self._discovery(config, state.node_id)
         seeds = config.peers + (load_peers(data_dir) if trust else ())
         self._seeds = tuple(dict.fromkeys(seeds))
@@ -147,6 +152,7 @@ class NodeFleet:
     def register(self, server: grpc.aio.Server) -> None:
         """Add the services of the fleet to one more server."""
         register(server, self.service, probe=self.prober.answer_probe)
+        add_FleetServiceServicer_to_server(self.watches, server)
         if self.membership is not None:
             renewals = MembershipService(self.membership.certify, caller=current_caller)
             add_MembershipServiceServicer_to_server(renewals, server)

@@ -197,6 +197,7 @@ class Services:
         self.runtime.drain(reason)
         self._serving.drain(reason)
         self._streams.drain()
+        self._plane.watches.drain()
         self.peers.drain()
 
     def follow(self, drafters: Iterable[ResidentModel], *, is_runtime_ready: bool) -> None:

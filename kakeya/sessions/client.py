@@ -7,26 +7,32 @@
                 ...
             print(session.last_done)
 
-Failures are the errors of `kakeya.core.errors`; tokens that were yielded before one are in the
-session's history, and the session can be used on.
+`client.watch()` follows the fleet of the node. Failures are the errors of `kakeya.core.errors`;
+tokens that were yielded before one are in the session's history, and the session can be used on.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import grpc.aio
+
+from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import PeerProtocol
+from kakeya.fleet.gossip.watching import FleetChange, watch_cards
 from kakeya.generation.caller import PRIORITY
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.retention import Retention
 from kakeya.prefix.seam import CONVERSATION, Warmed, WarmOutcome, WarmReport
 from kakeya.v1 import precache_pb2
 from kakeya.v1 import runtime_pb2 as pb
+from kakeya.v1.fleet_pb2_grpc import FleetServiceStub
 from kakeya.v1.precache_pb2_grpc import PrecacheServiceStub
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
 from kakeya.wire.calls import calling
@@ -36,6 +42,7 @@ from kakeya.wire.security import CLIENT_NAME
 from kakeya.wire.tls import FolderSecurity
 
 if TYPE_CHECKING:
+    from kakeya.v1.fleet_pb2_grpc import FleetServiceAsyncStub
     from kakeya.v1.runtime_pb2_grpc import RuntimeServiceAsyncStub
 
 
@@ -97,8 +104,8 @@ class Client:
     """A client of one node; an `async with` that closes its channel.
 
     In a fleet with identities, a node on another machine asks for a client certificate: `identity`
-    is the folder that `kakeya join` made. Any member of the fleet may then answer, or only
-    `node_id`, which is checked even over loopback (the end of a tunnel, say).
+    is the data directory in which `kakeya join` made it. Any member of the fleet may then answer,
+    or only `node_id`, which is checked even over loopback (the end of a tunnel, say).
 
     `client_name` names a client without a certificate, as the owner of its adapters. Raises
     InvalidArgument for a name with other than printable ASCII characters.
@@ -113,12 +120,15 @@ class Client:
         identity: Path | None = None,
         node_id: str = "",
         client_name: str = "",
+        clock: Clock | None = None,
     ) -> None:
         self._address = address
         self._metadata = (
             ((CLIENT_NAME, in_metadata("client_name", client_name)),) if client_name else ()
         )
         self._timeout_s = timeout_s
+        self._clock = clock or SystemClock()
+        self._may_move = not node_id
         self._security = FolderSecurity(identity, node_id) if identity else None
         self._channels = Channels(
             keepalive,
@@ -143,9 +153,7 @@ class Client:
 
         Raises ConfigError for an identity that is missing or damaged.
         """
-        if self._security is not None:
-            await asyncio.to_thread(self._security.refresh)
-        stub = RuntimeServiceStub(self._channels.get(self._address))
+        stub = RuntimeServiceStub(await self._channel(self._address))
         request = fitted(
             pb.CreateSessionRequest,
             client_label=label,
@@ -173,9 +181,7 @@ class Client:
         Without `retention` the prefix is kept for 5 minutes, and with `pin` for a day. A prefix
         that could not be warmed is no error. Raises as `create_session`.
         """
-        if self._security is not None:
-            await asyncio.to_thread(self._security.refresh)
-        stub = PrecacheServiceStub(self._channels.get(self._address))
+        stub = PrecacheServiceStub(await self._channel(self._address))
         request = fitted(
             precache_pb2.WarmRequest,
             model_id=model_id,
@@ -187,6 +193,33 @@ class Client:
         with calling(self._address):
             reply = await stub.Warm(request, timeout=timeout_s, metadata=self._metadata)
         return _report(reply, self._address)
+
+    async def watch(self) -> AsyncGenerator[FleetChange, None]:
+        """Yield the fleet as the node sees it, then each change of it, without joining the fleet.
+
+        Where the node falls silent, that is told once and the watch goes on when it is back, or,
+        unless the client is for one `node_id`, at another node. Raises as `create_session`, and
+        the failure of the first call.
+        """
+
+        async def connect(address: str) -> FleetServiceAsyncStub:
+            return FleetServiceStub(await self._channel(address))
+
+        changes = watch_cards(
+            self._address,
+            connect,
+            may_move=self._may_move,
+            timeout_s=self._timeout_s,
+            clock=self._clock,
+        )
+        async with aclosing(changes):
+            async for change in changes:
+                yield change
+
+    async def _channel(self, address: str) -> grpc.aio.Channel:
+        if self._security is not None:
+            await asyncio.to_thread(self._security.refresh)
+        return self._channels.get(address)
 
 
 class ClientSession:

@@ -190,6 +190,82 @@ class GossipService:
             _registered_method=True)
 
 
+class FleetServiceStub:
+    """The fleet as a node sees it, for programs that are no nodes.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Watch = channel.unary_stream(
+                '/kakeya.v1.FleetService/Watch',
+                request_serializer=kakeya_dot_v1_dot_fleet__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_fleet__pb2.WatchResponse.FromString,
+                _registered_method=True)
+
+
+class FleetServiceServicer:
+    """The fleet as a node sees it, for programs that are no nodes.
+    """
+
+    def Watch(self, request, context):
+        """All cards, then those that change, until the caller ends the call or the node stops.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_FleetServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kakeya_dot_v1_dot_fleet__pb2.WatchRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_fleet__pb2.WatchResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kakeya.v1.FleetService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kakeya.v1.FleetService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class FleetService:
+    """The fleet as a node sees it, for programs that are no nodes.
+    """
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kakeya.v1.FleetService/Watch',
+            kakeya_dot_v1_dot_fleet__pb2.WatchRequest.SerializeToString,
+            kakeya_dot_v1_dot_fleet__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class MembershipServiceStub:
     """Renews a member's certificate; answered by nodes that hold the fleet's CA key.
     """

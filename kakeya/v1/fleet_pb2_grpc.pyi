@@ -83,6 +83,37 @@ class GossipServiceServicer(metaclass=_abc_1.ABCMeta):
 
 def add_GossipServiceServicer_to_server(servicer: GossipServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class FleetServiceStub:
+    """The fleet as a node sees it, for programs that are no nodes."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
+    Watch: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchRequest, _fleet_pb2.WatchResponse]
+    """All cards, then those that change, until the caller ends the call or the node stops."""
+
+@_typing.type_check_only
+class FleetServiceAsyncStub(FleetServiceStub):
+    """The fleet as a node sees it, for programs that are no nodes."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Watch: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchRequest, _fleet_pb2.WatchResponse]  # type: ignore[assignment]
+    """All cards, then those that change, until the caller ends the call or the node stops."""
+
+class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
+    """The fleet as a node sees it, for programs that are no nodes."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _fleet_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_fleet_pb2.WatchResponse], _abc.AsyncIterator[_fleet_pb2.WatchResponse]]:
+        """All cards, then those that change, until the caller ends the call or the node stops."""
+
+def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class MembershipServiceStub:
     """Renews a member's certificate; answered by nodes that hold the fleet's CA key."""
 

@@ -13,8 +13,11 @@ from tests.wire.servers import methods
 PACKAGE = Path(kakeya.__file__).parent
 METHODS = {method.name for method in methods()}
 MULTICALLABLES = {"unary_unary", "unary_stream", "stream_unary", "stream_stream"}
-ENDLESS: frozenset[str] = frozenset({"backends/engine/adapter_stream.py:LoadAdapters"})
-"""`file:method` of streams that rightly have no deadline: each load on this one has its own."""
+ENDLESS: frozenset[str] = frozenset(
+    {"backends/engine/adapter_stream.py:LoadAdapters", "fleet/gossip/watching.py:Watch"}
+)
+"""`file:method` of streams that rightly have no deadline: each load has its own, and the first
+answer to a watch."""
 
 
 def outgoing(source: str) -> list[tuple[int, str, bool]]:

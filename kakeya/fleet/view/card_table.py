@@ -14,7 +14,7 @@ cards at once; for a shelf of 2 to 50 nodes a dictionary of cards would do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar, overload
 
 import numpy as np
@@ -121,6 +121,8 @@ class CardTable:
         self._ttl = np.zeros(0, np.float32)
         self._since = np.zeros(0, np.float32)
         self._proofs: Keys = np.zeros(0, np.uint64)
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a card came, changed or went; not for a beat."""
 
     def __len__(self) -> int:
         return self._count
@@ -175,6 +177,7 @@ class CardTable:
         self._since[slot] = mono
         if len(self._proofs):
             self._proofs[slot] = card.anchor or 0
+        self.on_change()
         return held
 
     def drop(self, card: Card) -> None:
@@ -185,6 +188,7 @@ class CardTable:
         self._count -= 1
         self._plain -= card.is_plain
         self.index.let_go(card, is_gone=True)
+        self.on_change()
 
     def proves(self, card: Anchored, told: Told) -> bool:
         """Whether a beat that was told of a card, held or not, is its owner's doing."""

@@ -79,6 +79,8 @@ class OwnCard:
         self._keys: deque[int] = deque(maxlen=_KEYS_KEPT)
         self._chain: Chain | None = None
         self._defended_mono = float("-inf")
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the body is new."""
         self.announce(offer, now=now, mono=mono)
 
     # --- queries
@@ -157,6 +159,7 @@ class OwnCard:
         self._beat_mono = mono
         self._addresses.add(offer.grpc_address)
         self._keys.append(self._card.key)
+        self.on_change()
         return self._card
 
     def restamp(self, *, now: float, mono: float) -> Card:

@@ -62,10 +62,13 @@ class Peers:
         """Note that a held node called here, or answered at an address."""
         if self._trust is None or self.held.card(node_id) is None:
             return
+        is_first = not self.contacts.has(node_id)
         if address:
             self.contacts.answered(node_id, address)
         else:
             self.contacts.met(node_id)
+        if is_first:
+            self.held.on_change()  # it may have been hearsay, and so a suspect
 
     # --- cards
 

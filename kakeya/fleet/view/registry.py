@@ -182,6 +182,14 @@ class CapabilityRegistry:
 
     # --- the view
 
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Tell one listener of each change of `snapshot` and `suspects`; it must not raise.
+
+        Cards that expire change the view when `expire` drops them.
+        """
+        for part in (self.own_card, self._held, self.suspicions):
+            part.on_change = listener
+
     def snapshot(self, *, mono: float) -> tuple[Card, ...]:
         """The own card, then those of all live peers by id."""
         live = self._held.lively(mono)

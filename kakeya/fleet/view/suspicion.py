@@ -116,7 +116,7 @@ def judge(answers: Sequence[bool | None]) -> Doubt:
 class Suspicions:
     """Doubted addresses, and the sign that would end each doubt. Pure: no clock, no calls."""
 
-    __slots__ = ("_accused", "_failures", "_held", "_listener", "_misses")
+    __slots__ = ("_accused", "_failures", "_held", "_listener", "_misses", "on_change")
 
     def __init__(self) -> None:
         self._failures: dict[str, _Failure] = {}
@@ -125,6 +125,8 @@ class Suspicions:
         self._misses: Counter[str] = Counter()
         self._held: set[str] = set()
         self._listener: Callable[[str], None] = _ignore
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a doubt begins or ends."""
 
     def subscribe(self, listener: Callable[[str], None]) -> None:
         """Tell `listener` the address of each failure, miss, refutation and newcomer, to probe."""
@@ -181,6 +183,7 @@ class Suspicions:
             self._forget_verdict(address)
             sign = None if card is None else Sign(card.node_id, card.incarnation)
             self._failures[address] = _Failure(now, sign)
+            self.on_change()
         self._listener(address)
 
     def miss(self, address: str, card: Card | None, now: float) -> None:
@@ -194,8 +197,9 @@ class Suspicions:
     def clear(self, address: str) -> None:
         """Note that the address answered."""
         self._forget_verdict(address)
-        self._failures.pop(address, None)
         self._misses.pop(address, None)
+        if self._failures.pop(address, None) is not None:
+            self.on_change()
 
     def suspect_all(self, cards: Iterable[Card], now: float) -> None:
         """Doubt all after this machine slept; each doubt ends with the first later sign of life."""
@@ -203,6 +207,7 @@ class Suspicions:
             if card.grpc_address not in self._failures:
                 sign = Sign(card.node_id, card.incarnation)
                 self._failures[card.grpc_address] = _Failure(now, sign)
+        self.on_change()
 
     # --- results of probes
 
@@ -223,6 +228,7 @@ class Suspicions:
                 self.clear(before)
             self._failures[address] = _Failure(now, sign, doubt)
             self._accused[card.node_id] = address
+            self.on_change()
             return before is None
         failure = self._failures.get(address)
         if failure is not None and doubt is Doubt.ASYMMETRIC:

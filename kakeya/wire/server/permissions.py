@@ -23,7 +23,7 @@ _GOSSIP = Permission(roles=_FLEET, budget=Budget.GOSSIP)
 _MEMBERS = Permission(roles=_FLEET)
 _COPIES = Permission(roles=_NODES)
 _RUNTIME = Permission(roles=_USERS)
-_HEALTH = Permission(roles=_ALL)
+_OPEN_TO_ALL = Permission(roles=_ALL)
 # Only the owner may mint invites: other users of this machine lack the owner's key, and cannot
 # open the socket in the data directory.
 _CONTROL = Permission(roles=frozenset({CertRole.ADMIN}), loopback=False, open=False)
@@ -34,6 +34,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "GetNodeCapability": _GOSSIP,
     },
     "kakeya.v1.GossipService": {"Sync": _EXCHANGE, "Push": _EXCHANGE, "Probe": _GOSSIP},
+    "kakeya.v1.FleetService": {"Watch": _OPEN_TO_ALL},
     "kakeya.v1.MembershipService": {"Renew": _GOSSIP},
     "kakeya.v1.DoctorService": {"CheckBack": _GOSSIP},
     "kakeya.v1.ProposerService": {"ProposeBlock": _MEMBERS},
@@ -105,7 +106,11 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "LoadAdapters": NOBODY,
         "UnloadAdapter": NOBODY,
     },
-    "grpc.health.v1.Health": {"Check": _HEALTH, "List": _HEALTH, "Watch": _HEALTH},
+    "grpc.health.v1.Health": {
+        "Check": _OPEN_TO_ALL,
+        "List": _OPEN_TO_ALL,
+        "Watch": _OPEN_TO_ALL,
+    },
 }
 PERMISSIONS: Mapping[str, Permission] = {
     f"/{service}/{method}": permission

@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "kakeya.v1.AdapterService": {ADMIN},
     "kakeya.v1.JoinService": set(),
     "kakeya.v1.EngineService": set(),
+    "kakeya.v1.FleetService": {MEMBER, CLIENT, ADMIN, "loopback"},
     "grpc.health.v1.Health": {MEMBER, CLIENT, ADMIN, "loopback"},
 }
 
