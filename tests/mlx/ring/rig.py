@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests import findings
 from tests.engine.rig import frames_of
+from tests.netns import Machine
 
 LAUNCH = Path(sys.executable).parent / "mlx.launch"
 START_S = 240.0
@@ -82,6 +85,20 @@ def group(ranks: int, model: Path, *flags: str, engine: Sequence[str] = ENGINE) 
 
 
 @contextlib.contextmanager
+def apart(machines: Sequence[Machine], model: Path, *flags: str) -> Iterator[list[Served]]:
+    """A group with a rank on each machine, as a launch over ssh would start it."""
+    with tempfile.TemporaryDirectory(prefix="kk") as folder, contextlib.ExitStack() as started:
+        hosts = Path(folder) / "hosts.json"
+        hosts.write_text(json.dumps([[f"{machine.ip}:5757"] for machine in machines]))
+        ranks = []
+        for rank, machine in enumerate(machines):
+            environ = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
+            command = machine.command(sys.executable, "-m", *ENGINE)
+            ranks.append(started.enter_context(_started(command, model, flags, environ)))
+        yield ranks
+
+
+@contextlib.contextmanager
 def alone(model: Path) -> Iterator[Served]:
     """One process that holds all of the model."""
     with _started((sys.executable, "-m", *ENGINE), model, findings.flags()) as served:
@@ -89,7 +106,9 @@ def alone(model: Path) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str], model: Path, flags: Sequence[str]) -> Iterator[Served]:
+def _started(
+    command: Sequence[str], model: Path, flags: Sequence[str], environ: Mapping[str, str] = {}
+) -> Iterator[Served]:
     with tempfile.TemporaryDirectory(prefix="kk") as folder:
         about = ("--socket", f"{folder}/s", "--model", str(model), "--model-id", "toy")
         log = Path(folder) / "log"
@@ -99,6 +118,7 @@ def _started(command: Sequence[str], model: Path, flags: Sequence[str]) -> Itera
                 stdin=subprocess.PIPE,
                 stdout=written,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **environ},
             )
         channel = grpc.insecure_channel(f"unix:{folder}/s")
         served = Served(process, channel, Path(folder) / "s", log)

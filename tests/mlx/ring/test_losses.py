@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from tests.mlx.random_models import write_model
-from tests.mlx.ring.rig import ENGINE, LAUNCH, Served, group
+from tests.mlx.ring.rig import ENGINE, LAUNCH, Served, apart, group
+from tests.netns import needs_netns, network
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch is not installed")
@@ -62,6 +63,23 @@ def test_a_rank_that_hangs_and_beats_ends_the_group(tmp_path: Path) -> None:
         loses(served, stream)
         assert "no rank got on for" in served.said()
         assert "and work is left at rank 0, 1" in served.said()
+
+
+@needs_netns()
+@pytest.mark.parametrize("silently", [False, True], ids=["by its carrier", "in silence"])
+def test_a_rank_that_is_cut_off_ends_the_group_on_both_machines(
+    tmp_path: Path, silently: bool
+) -> None:
+    model = write_model(tmp_path / "model", "llama", changes={"num_key_value_heads": 4})
+    with network(2) as machines, apart(machines, model, "--ring", "tensor") as ranks:
+        stream = ranks[0].serves().stream([5, 9, 13] * 10, 450)
+        next(stream)
+        machines[1].cut(silently=silently)
+        with pytest.raises(grpc.RpcError):
+            list(stream)
+        assert [rank.process.wait(60) for rank in ranks] == [1, 1]
+        assert "rank 1 is lost" in ranks[0].said() or "no rank got on" in ranks[0].said()
+        assert "rank 0 is lost" in ranks[1].said()
 
 
 def is_running(pid: int) -> bool:
