@@ -39,16 +39,15 @@ from tests import netns
 MODEL = Path.home() / ".cache/kakeya/real-model"
 QUICK = ("--exchange-interval", "0.5")
 WORDS = 900
-TALKS = 2
 PATIENCE_S = 300.0
 
 
 class Talk:
     """A conversation with a long first message."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, words: int) -> None:
         rng = random.Random(number)
-        text = " ".join(rng.choices(("sea", "sky", "sun", "sand", "tide", "wind"), k=WORDS))
+        text = " ".join(rng.choices(("sea", "sky", "sun", "sand", "tide", "wind"), k=words))
         self.messages = [{"role": "user", "content": f"{number}: {text}"}]
         self.name = f"talk-{number}"
 
@@ -123,14 +122,18 @@ def tell_speed(known: Path, folder: Path, tokens_per_s: float) -> None:
 
 
 async def moved(
-    folder: Path, model: Path, machines: tuple[netns.Machine, ...], *, carries: bool
+    folder: Path,
+    options: argparse.Namespace,
+    machines: tuple[netns.Machine, ...],
+    *,
+    carries: bool,
 ) -> list[float]:
     """The seconds to the first token of each conversation's turn after its move."""
     places = [
         Place(folder, name, machines[at] if machines else None)
         for at, name in enumerate(("front", "old", "new"))
     ]
-    served = ("--model", str(model))
+    served = ("--model", str(options.model))
     setting = folder / "new.toml"
     setting.write_text(f"[precache]\npeers = {str(carries).lower()}\n")
     async with AsyncExitStack() as stack:
@@ -141,7 +144,7 @@ async def moved(
         url = f"http://{front.http}"
         await until_served(http, url, {"old"})
         name = (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]
-        talks = [Talk(number) for number in range(TALKS)]
+        talks = [Talk(number, options.words) for number in range(options.talks)]
         cold_s, tokens = 0.0, 0
         for talk in talks:
             cold_s, told = await talk.turn(http, url, name)
@@ -216,6 +219,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--link", action="append", help="loopback, or a rate as tc takes it")
+    parser.add_argument("--words", type=int, default=WORDS)
+    parser.add_argument("--talks", type=int, default=2)
     options = parser.parse_args()
     for link in options.link or ["loopback", "1gbit"]:
         seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -224,11 +229,9 @@ def main() -> None:
                 print(f"{link}, KV {'carried' if carries else 'computed again'}", flush=True)
                 root = Path(folder) / str(carries)
                 root.mkdir()
-                seconds[carries] += asyncio.run(
-                    moved(root, options.model, machines, carries=carries)
-                )
+                seconds[carries] += asyncio.run(moved(root, options, machines, carries=carries))
         emit(
-            f"first token of a moved conversation of about {WORDS} words over {link}",
+            f"first token of a moved conversation of about {options.words} words over {link}",
             ours=median(seconds[True]),
             baseline=median(seconds[False]),
             ratio=median(seconds[False]) / median(seconds[True]),
