@@ -20,7 +20,14 @@ from enum import IntEnum
 
 from kakeya.core import errors
 from kakeya.core.units import MIB, format_bytes
-from kakeya.memory.arbiter.resident import WORST_RANK, RequestPriority, Resident, ResidentKey, Role
+from kakeya.memory.arbiter.resident import (
+    WORST_RANK,
+    RequestPriority,
+    Resident,
+    ResidentKey,
+    Role,
+    State,
+)
 
 RESERVE_BYTES = 1536 * MIB
 """Left to the operating system and other programs."""
@@ -252,7 +259,8 @@ def fit(
     tenants: Iterable[Tenant],
     key: Callable[[Resident], tuple[int, int, float, ResidentKey]],
 ) -> Relief:
-    """Choose the evictions that free `need_bytes`: caches, then idle models, then models in use.
+    """Choose the evictions that free `need_bytes`: caches, then idle models, then models in use,
+    first those that drain already.
 
     All `candidates` may go. Earlier choices that later ones make superfluous stay, models before
     caches and pages. `short_bytes` is missing when all of them went.
@@ -260,7 +268,7 @@ def fit(
     shrinks = shrink_by(need_bytes, tenants)
     left = need_bytes - sum(shrink.bytes for shrink in shrinks)
     victims: list[Resident] = []
-    for resident in sorted(candidates, key=lambda one: (bool(one.leases), key(one))):
+    for resident in sorted(candidates, key=lambda one: (*_in_use(one), key(one))):
         if left <= 0:
             break
         victims.append(resident)
@@ -271,6 +279,11 @@ def fit(
             left += resident.bytes
     shrinks = _without(max(0, -left), shrinks)
     return Relief(shrinks=shrinks, victims=tuple(victims), short_bytes=max(0, left))
+
+
+def _in_use(resident: Resident) -> tuple[bool, bool]:
+    """Whether it is in use, and whether it would have to begin to drain."""
+    return bool(resident.leases), resident.state is not State.DRAINING
 
 
 def _without(surplus_bytes: int, shrinks: Sequence[ShrinkTenant]) -> tuple[ShrinkTenant, ...]:

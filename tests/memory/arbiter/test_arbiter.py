@@ -380,6 +380,26 @@ def test_a_role_can_have_several_places() -> None:
     assert len(world.grants) == len(leases)
 
 
+def test_what_drains_goes_on_to_drain_while_its_uses_end() -> None:
+    """The release of one of its leases makes it the one that was used last."""
+    world = World.of(250)
+    warm = Warmth(stay_warm_s=300)
+    leases = {
+        name: [world.lease(ask(f"text:{name}", "text-target", warmth=warm)) for _ in range(2)]
+        for name in "ab"
+    }
+    world.wait(5)
+    world.ask(ask("text:c", "text-target", warmth=warm, deadline=100))
+    world.wait(6)
+    assert world.arbiter.find(key("text:a")).state is State.DRAINING  # type: ignore[union-attr]
+    world.release(leases["a"][0])
+    world.wait(1)
+    states = {one.key.model_key: one.state for one in world.arbiter.snapshot().residents}
+    assert states == {"a": State.DRAINING, "b": State.READY}
+    world.release(leases["a"][1])
+    assert {one.key.model_key for one in world.arbiter.snapshot().residents} == {"b", "c"}
+
+
 def test_an_urgent_request_rescues_what_drains_for_a_lesser_one() -> None:
     world = World.of(1000)
     world.lease(ask("see:a"))
