@@ -3,8 +3,7 @@
 places    clients in closed loops ask a model with few places for answers of mixed lengths, behind
           prompts of mixed lengths
 memory    they ask three models on a budget for one, so that each waits for answers of another
-          model to end, for the turns of others, and for loads; they are few, since the estimate
-          ends with the load, and many would wait for places behind it
+          model to end, for the turns of others, and for loads
 
 The first estimate that the status shows of each wait is compared with the time from there to the
 first token, and both are printed to stderr; waits that turn out to be shorter than a second say
@@ -12,6 +11,7 @@ little, and do not count. `bias` is the median of estimate over wait. A machine 
 by turns is no place for it: the speed of the last seconds says little of the next minute there.
 
 .venv/bin/python -m benchmarks.wait_estimates [--waits 200] [--kind places|memory] [--limit-s 600]
+    [--clients 16]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.memory_drill import SLACK_BYTES
@@ -182,14 +182,16 @@ def main() -> None:
     parser.add_argument("--waits", type=int, default=200)
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--limit-s", type=float, default=600.0, help="of each kind")
+    parser.add_argument("--clients", type=int, help="in place of those of the kind")
     options = parser.parse_args()
     for name in options.kind or KINDS:
-        show(name, options.waits, options.limit_s)
+        kind = replace(KINDS[name], clients=options.clients or KINDS[name].clients)
+        show(name, kind, Waits(name, options.waits, options.limit_s))
 
 
-def show(name: str, wanted: int, limit_s: float) -> None:
+def show(name: str, kind: Kind, waits: Waits) -> None:
     """Measure one kind; after Ctrl-C print what there is, and end."""
-    kind, waits, is_stopped = KINDS[name], Waits(name, wanted, limit_s), False
+    is_stopped = False
     try:
         asyncio.run(measure(kind, waits))
     except KeyboardInterrupt:

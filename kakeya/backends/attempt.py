@@ -111,7 +111,7 @@ class Attempt:
         """For what the generation waits; None once its answer has begun."""
         if self.job.has_begun or self._teller is None:
             return None
-        return wait_of(self._model, self.waits_for, self._teller.place)
+        return wait_of(self._model, self.job, self.waits_for, self._teller.place)
 
     async def _hold(self, held: AsyncExitStack) -> EngineLife:
         """Take the resources of a generation in order; `waits_for` names the current one."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Protocol
 
 from kakeya.backends.engine.life import EngineLife
+from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import QueuePlace
 from kakeya.generation.request import DecodeRequest, GenerationPriority
@@ -32,6 +34,10 @@ class AttemptedModel(Protocol):
         """What a request waits for before the model serves."""
         ...
 
+    def prompts_s(self, job: Continuation) -> float:
+        """Seconds of the prompts that are computed first once a job has the model, its own too."""
+        ...
+
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
     ) -> ModelFacts:
@@ -44,15 +50,17 @@ class AttemptedModel(Protocol):
 
 
 def wait_of(
-    model: AttemptedModel, stage: WaitReason | None, place: QueuePlace | None
+    model: AttemptedModel, job: Continuation, stage: WaitReason | None, place: QueuePlace | None
 ) -> RequestWait | None:
     """The wait of a generation before its first token.
 
-    The model tells its turn for memory and its load, and the engine, which works at stage None, the
-    `place` in its queue.
+    The model tells its turn for memory and its load, to which the prompts are added that go before
+    this one, and the engine, which works at stage None, the `place` in its queue.
     """
     if stage in _OF_MODEL and (wait := model.waits_for()) is not None:
-        return wait
+        if wait.seconds is None or stage is not WaitReason.MEMORY:
+            return wait
+        return replace(wait, seconds=wait.seconds + model.prompts_s(job))
     if stage is not None:
         is_told = stage is not WaitReason.MEMORY
         return RequestWait(reason=stage, model_id=model.model_id) if is_told else None

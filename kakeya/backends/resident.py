@@ -11,6 +11,8 @@ The engines themselves are followed in `model_life`.
 from __future__ import annotations
 
 import contextlib
+import math
+from bisect import bisect_right
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -43,6 +45,7 @@ from kakeya.core.errors import (
 )
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.config import WAIT_S
+from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import (
     EngineStats,
     ModelFacts,
@@ -60,6 +63,9 @@ from kakeya.memory.arbiter.plan import FOREVER
 from kakeya.memory.arbiter.resident import ResidentKey
 from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.prefix.request.exchange import PrefixExchange
+
+_LINE_S = 1.0
+"""So long the prompts that wait for a model are told to each of them: there may be hundreds."""
 
 
 class ResidentModel(ModelLife):
@@ -83,6 +89,8 @@ class ResidentModel(ModelLife):
         self._recent = RecentPrompts(clock.mono())
         self._attempts: WeakSet[Attempt] = WeakSet()
         self._prompts = PromptsInFlight()
+        self._line: list[tuple[GenerationPriority, int]] = []
+        self._line_until_mono = -math.inf
         self.prefixes: NodePrefixes | None = None
         """The store of the KV of prompts; None = none is kept."""
         self.on_usage: Callable[[Usage], None] = lambda _: None
@@ -140,20 +148,39 @@ class ResidentModel(ModelLife):
             busy_share=self._recent.busy_share(self._clock.mono()),
         )
 
-    def use_s(self, *, is_waiting: bool) -> float | None:
-        """Seconds until the generations that hold the model have ended, or how long those take
-        that wait for it; None = not known."""
+    def use_s(self, waiting: int, more: int) -> float | None:
+        """Seconds until the generations that hold the model have ended, or that so many take that
+        wait for it, and so many more; None = not known."""
         facts, now = self.facts, self._clock.mono()
+        is_new = waiting + more > 0
         held = (one for one in self._attempts if one.is_held)
-        jobs = [one.job for one in held if (one.waits_for is WaitReason.MEMORY) == is_waiting]
-        if facts is None or not jobs:  # drafts and embeddings take moments
+        jobs = [one.job for one in held if (one.waits_for is WaitReason.MEMORY) == is_new]
+        if is_new:
+            jobs = jobs[:waiting]
+        if facts is None or not (jobs or more):  # drafts and embeddings take moments
             return None if jobs else 0.0
         prompt_tokens = sum(job.prompt_left(self.held_tokens) for job in jobs)
         if prompt_tokens and not facts.prefill_tokens_per_second:
             return None
         prompts_s = prompt_tokens and prompt_tokens / facts.prefill_tokens_per_second
-        left_s = self._runs.left_s(jobs, facts, now)
+        left_s = self._runs.left_s(jobs, facts, now, more)
         return None if left_s is None else prompts_s + left_s
+
+    def prompts_s(self, job: Continuation) -> float:
+        """Seconds of the prompts that an engine computes first once it has a job and the others
+        that wait for the model: of those as urgent ones that are as short, its own too."""
+        facts, now = self.facts, self._clock.mono()
+        if facts is None or not facts.prefill_tokens_per_second:
+            return 0.0
+        if now >= self._line_until_mono:
+            jobs = [one.job for one in self._attempts if one.waits_for is WaitReason.MEMORY]
+            self._line = sorted(self._prompt_work(one) for one in jobs)
+            self._line_until_mono = now + _LINE_S
+        before = self._line[: bisect_right(self._line, self._prompt_work(job))]
+        return sum(tokens for _, tokens in before) / facts.prefill_tokens_per_second
+
+    def _prompt_work(self, job: Continuation) -> tuple[GenerationPriority, int]:
+        return job.priority, job.prompt_left(self.held_tokens)
 
     def alike(self, token_ids: Sequence[int]) -> PromptsAlike:
         """What its requests without an adapter have in common with a prompt."""

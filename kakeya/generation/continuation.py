@@ -16,7 +16,7 @@ from typing import Literal
 
 from kakeya.core.errors import PeerProtocol
 from kakeya.generation.frames import Done, Frame, Progress, StopReason, Tokens, Usage
-from kakeya.generation.request import DecodeRequest
+from kakeya.generation.request import DecodeRequest, GenerationPriority
 
 Loss = Literal["engine", "memory", "adapter"]
 """`memory`: an engine that outgrew its memory with this generation; beside `engine`."""
@@ -55,6 +55,11 @@ class Continuation:
         return len(self._committed)
 
     @property
+    def priority(self) -> GenerationPriority:
+        """The class of its request."""
+        return self._request.priority
+
+    @property
     def prompt_tokens(self) -> int:
         """The length of its prompt."""
         return self._request.prompt_tokens or len(self._request.token_ids)
@@ -64,11 +69,9 @@ class Continuation:
         room = context_tokens - len(self._request.token_ids)
         return max(0, min(self._request.max_tokens, room))
 
-    def token_s(self, now: float) -> float | None:
-        """Seconds of a token of this answer; None = fewer than two were committed."""
-        if self._first_token_mono is None or self.tokens < 2:
-            return None
-        return (now - self._first_token_mono) / (self.tokens - 1)
+    def decoding_s(self, now: float) -> float | None:
+        """Seconds since its first token; None = there is none."""
+        return None if self._first_token_mono is None else now - self._first_token_mono
 
     def prompt_left(self, held: Callable[[Sequence[int], Sequence[int]], int]) -> int:
         """Tokens of the prompt that are left to compute, as the last engine tells, and before it

@@ -95,6 +95,7 @@ class MemoryArbiter:
             load_left_s=self._live.left_s,
             unload_s=self._live.unload_s,
             use_s=self._use_s,
+            asks_per_s=self._asks_per_s,
         )
         self._forecast = Forecast(self._arbiter, times, clock)
         self._tasks: Supervisor | None = None
@@ -424,11 +425,15 @@ class MemoryArbiter:
         size = self._capabilities[key.capability].estimate(key.model_key)
         return _FIRST_LOAD_S + size / _FIRST_LOAD_BYTES_PER_S
 
-    def _use_s(self, key: ResidentKey, is_waiting: bool) -> float | None:
+    def _asks_per_s(self, key: ResidentKey) -> float:
+        capability = self._capabilities.get(key.capability)
+        return 0.0 if capability is None else capability.asks_per_s(key.model_key)
+
+    def _use_s(self, key: ResidentKey, waiting: int, more: int) -> float | None:
         capability = self._capabilities.get(key.capability)
         if capability is None:  # memory that is lent to another process
             return None
-        own_s = capability.use_s(key.model_key, is_waiting)
+        own_s = capability.use_s(key.model_key, waiting, more)
         return self._runner.usual_s(key) if own_s is None else own_s
 
     def _check_time(self, key: ResidentKey, terms: Terms, run_s: float) -> None:

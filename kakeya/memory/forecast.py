@@ -2,15 +2,16 @@
 
 A copy of the arbiter decides by its own rules in virtual time. What holds a model ends when that is
 expected, unloads and loads take their usual times, and requests that get a model use it for as long
-as is expected of them. Nothing new arrives, and a model whose uses end at no known time stays in
-use.
+as is expected of them. Requests go on to come: to a model that is open as they came lately, and to
+one that has to be loaded as others end, since most clients wait for their answers. A model whose
+uses end at no known time stays in use.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -20,42 +21,52 @@ from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.memory.arbiter.arbiter import Arbiter
 from kakeya.memory.arbiter.plan import ArbiterOutcome, Plan
-from kakeya.memory.arbiter.resident import LeaseId, ResidentKey, State
+from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, ResidentKey, State
 
 LAST_S = 1.0
 """A rehearsal is believed for so long, and for `_SPARE` times as long as it took."""
 _SPARE = 100
 HORIZON_S = 3600.0
 _MOST_STEPS = 2000
+_LEAST_GAP_S = 1.0
+"""Requests that come closer to each other are one, which stands for several."""
 _Step = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsualTimes:
-    """Seconds by model: of a whole load, of the rest of one under way, of an unload, and of the
-    uses of those that hold a model or, True, wait for it. None = not known."""
+    """Seconds by model: of a whole load, of the rest of one under way, of an unload, and of the use
+    of those that hold a model, (0, 0), or of so many that wait for it and so many that come.
+    None = not known. Of requests, `asks_per_s` come."""
 
     load_s: Callable[[ResidentKey], float]
     load_left_s: Callable[[ResidentKey], float]
     unload_s: Callable[[ResidentKey], float]
-    use_s: Callable[[ResidentKey, bool], float | None]
+    use_s: Callable[[ResidentKey, int, int], float | None]
+    asks_per_s: Callable[[ResidentKey], float]
 
 
 class Rehearsal:
     """One such course of things, from `now` on."""
 
     def __init__(self, arbiter: Arbiter, times: UsualTimes, now: float) -> None:
-        self._arbiter = deepcopy(arbiter)
+        ledger = arbiter.snapshot()
+        self._waiting = Counter(ledger.waiting)
+        self._held = {one.key: len(one.leases) for one in ledger.residents}
+        rates = ((key, times.asks_per_s(key)) for key in {**self._waiting, **self._held})
+        self._per_s = {key: per_s for key, per_s in rates if per_s > 0}
+        self._arbiter = arbiter.outline()
         self._times = times
         self._now = self._start = now
         self._todo: list[tuple[float, int, _Step]] = []
         self._numbers = count()
+        self._ended = 0
         self.in_s: dict[ResidentKey, float] = {}
         """Model -> seconds until its first request has it, of those that wait."""
 
     def run(self) -> dict[ResidentKey, float]:
         """Let it happen, until all that wait are served or nothing more is known."""
-        wanted = set(self._arbiter.snapshot().waiting)
+        wanted = {*self._waiting}
         self._begin()
         for _ in range(_MOST_STEPS):
             if wanted <= self.in_s.keys() or not self._go_on():
@@ -81,12 +92,30 @@ class Rehearsal:
             elif one.state is State.LOADING:
                 self._later(self._times.load_left_s(one.key), self._loaded(one.key))
             elif one.leases:
-                self._use(one.key, [*one.leases], self._times.use_s(one.key, False))
+                use_s = self._times.use_s(one.key, 0, 0)
+                self._use([*one.leases], self._held[one.key], use_s)
+        for key, per_s in self._per_s.items():
+            gap_s = max(1 / per_s, _LEAST_GAP_S)
+            # Not at once: of few requests, the next may well come when the room is claimed.
+            self._later(2 * gap_s, partial(self._come, key, gap_s))
 
-    def _use(self, key: ResidentKey, leases: Sequence[LeaseId], seconds: float | None) -> None:
+    def _use(self, leases: Sequence[LeaseId], requests: int, seconds: float | None) -> None:
+        """Let so many requests end together, which share leases."""
         if seconds is not None:
-            for lease in leases:
-                self._later(seconds, partial(self._release, lease))
+            self._later(seconds, partial(self._end, leases, requests))
+
+    def _end(self, leases: Sequence[LeaseId], requests: int) -> None:
+        self._ended += requests
+        for lease in leases:
+            self._take(self._arbiter.release(lease, self._now))
+
+    def _come(self, key: ResidentKey, again_in_s: float) -> None:
+        """Lend a model, if it is open, to the requests of so many seconds."""
+        self._later(again_in_s, partial(self._come, key, again_in_s))
+        lease = self._arbiter.lend(key, RequestPriority.NORMAL, self._now)
+        if lease is not None:
+            requests = max(1, round(self._per_s[key] * again_in_s))
+            self._use([lease], requests, self._times.use_s(key, 0, requests))
 
     def _take(self, outcome: ArbiterOutcome) -> None:
         granted: dict[ResidentKey, list[LeaseId]] = {}
@@ -94,7 +123,10 @@ class Rehearsal:
             self.in_s.setdefault(grant.key, self._now - self._start)
             granted.setdefault(grant.key, []).append(grant.lease)
         for key, leases in granted.items():
-            self._use(key, leases, self._times.use_s(key, True))
+            # Those that came meanwhile are served with them: each that ended is followed by one.
+            share = self._per_s.get(key, 0.0) / (sum(self._per_s.values()) or 1.0)
+            waiting, more = self._waiting.pop(key, 1), round(share * self._ended)
+            self._use(leases, waiting + more, self._times.use_s(key, waiting, more))
         for plan in outcome.plans:
             self._carry_out(plan)
 
@@ -125,9 +157,6 @@ class Rehearsal:
 
     def _unloaded(self, key: ResidentKey) -> _Step:
         return lambda: self._take(self._arbiter.unloaded(key, self._now))
-
-    def _release(self, lease: LeaseId) -> None:
-        self._take(self._arbiter.release(lease, self._now))
 
     def _later(self, seconds: float, step: _Step) -> None:
         heappush(self._todo, (self._now + seconds, next(self._numbers), step))

@@ -318,7 +318,8 @@ class NodeMemory:
                     handler=handler,
                     estimate=self._sizes.lease_bytes,
                     load_s=partial(self._sizes.load_s, name),
-                    use_s=self._use_s,
+                    use_s=lambda model_id, *requests: self.engines.get(model_id).use_s(*requests),
+                    asks_per_s=lambda model_id: self.engines.get(model_id).load.prompts_per_s,
                     own_warmth=self._warmth,
                     concurrency=options.max_running,
                     max_waiting=options.max_waiting,
@@ -355,9 +356,6 @@ class NodeMemory:
         return self._config.warmth(
             model.manifest, model.category, is_pinned=model_id in self._pinned()
         )
-
-    def _use_s(self, model_id: str, is_waiting: bool) -> float | None:
-        return self.engines.get(model_id).use_s(is_waiting=is_waiting)
 
     def _all(self) -> tuple[ResidentModel | ResidentPipeline, ...]:
         return (*self.engines.in_order(), *self.images.by_id.values())

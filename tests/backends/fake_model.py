@@ -12,6 +12,7 @@ from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.gate import Gate
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import PeerUnavailable
+from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import EngineStats, ModelFacts, ModelState
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import KvOffer
@@ -69,6 +70,9 @@ class FakeModel:
 
     def waits_for(self) -> RequestWait | None:
         return None
+
+    def prompts_s(self, job: Continuation) -> float:
+        return 0.0
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -50,11 +52,10 @@ def test_a_generation_goes_on_to_its_bound_where_no_other_one_is_known() -> None
     assert RunTimes().left_s([job(0, 50)], short, 0.0) == pytest.approx(4.0)
 
 
-def test_the_speed_of_those_that_decode_counts_before_that_of_earlier_ones() -> None:
+def test_past_answers_say_how_many_tokens_are_left_and_how_long_one_takes() -> None:
     times = past(100, 100, 100, token_s=0.1)
-    assert times.left_s([job(0, 1000)], model(token_s=9.0), 0.0) == pytest.approx(10.0)
-    slow = job(11, 1000, token_s=0.5)
-    assert times.left_s([slow], model(token_s=9.0), 5.0) == pytest.approx((100 - 11) * 0.5)
+    assert times.left_s([job(0, 1000)], model(), 0.0) == pytest.approx(10.0)
+    assert times.left_s([job(40, 1000)], model(), 0.0) == pytest.approx(6.0, rel=0.05)
 
 
 def test_answers_that_reached_their_bound_do_not_say_where_the_next_one_ends() -> None:
@@ -70,6 +71,14 @@ def test_those_without_a_place_come_after_the_others() -> None:
     assert times.left_s(jobs, model(1), 0.0) == pytest.approx(30.0)
 
 
+def test_the_last_of_several_ends_later_than_the_usual_one() -> None:
+    times = past(*range(10, 210, 10), token_s=0.1)
+    one, many = ([job(0, 1000)] * number for number in (1, 8))
+    alone_s, together_s = (times.left_s(jobs, model(8), 0.0) for jobs in (one, many))
+    assert alone_s == pytest.approx(10.0, abs=1.0)
+    assert together_s == pytest.approx(19.0, abs=1.0)
+
+
 @given(
     st.lists(st.integers(2, 900), max_size=20),
     st.lists(st.tuples(st.integers(0, 300), st.integers(300, 900)), min_size=1, max_size=8),
@@ -82,3 +91,12 @@ def test_all_end_no_later_than_with_the_longest_answers_one_after_the_other(
     left_s = past(*lengths).left_s(jobs, model(places, token_s=1.0), 0.0)
     assert left_s is not None
     assert 0 <= left_s <= sum(most - made for made, most in sizes) * 1.0
+
+
+def test_requests_that_are_still_to_come_are_like_the_last_ones() -> None:
+    """Each of them brings a prompt of a token, here of 5 s."""
+    times, slow = past(100, 100, 100, token_s=0.1), replace(model(), prefill_tokens_per_second=0.2)
+    assert times.left_s([], slow, 0.0, more=2) == pytest.approx(10.0 + 10.0)
+    one_place = replace(slow, batch_rows=1)
+    assert times.left_s([job(0, 1000)], one_place, 0.0, more=1) == pytest.approx(5.0 + 20.0)
+    assert past(50, most=50).left_s([], one_place, 0.0, more=2) == pytest.approx(10.0 + 10.0)

@@ -4,6 +4,7 @@ was expected of them."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
@@ -95,11 +96,12 @@ class TimedWorld(World):
             load_left_s=lambda one: self.began.get(one, self.now) + LOAD_S - self.now,
             unload_s=lambda _: UNLOAD_S,
             use_s=self._use_s,
+            asks_per_s=lambda _: 0.0,
         )
 
-    def _use_s(self, one: ResidentKey, is_waiting: bool) -> float:
+    def _use_s(self, one: ResidentKey, waiting: int, more: int) -> float:
         whole_s = self.use_s[one.model_key]
-        return whole_s if is_waiting else self.began[one] + whole_s - self.now
+        return whole_s if waiting + more else self.began[one] + whole_s - self.now
 
 
 def town(**use_s: float) -> TimedWorld:
@@ -151,6 +153,78 @@ def test_models_that_wait_are_told_when_they_come(
         assert world.got[one] == pytest.approx(at, abs=0.01)
 
 
+@given(st.integers(1, 9), st.integers(0, 6), st.floats(0.1, 4.0), st.floats(0.1, 4.0))
+@settings(deadline=None, max_examples=40)
+def test_each_request_that_ends_is_followed_by_another_of_some_model(
+    held: int, waiting: int, b_per_s: float, c_per_s: float
+) -> None:
+    """Those for b come until it is loaded, share the load, and prolong its use before c's turn."""
+    world = town(a=20.0, b=1.0, c=1.0)
+    for _ in range(held):
+        world.ask(text("a"))
+    world.live(LOAD_S)
+    for model in "bc":
+        for _ in range(1 + waiting):
+            world.ask(text(model))
+        world.live(0.1)
+    rates = {"b": b_per_s, "c": c_per_s}
+    used: list[tuple[int, int]] = []
+
+    def use_s(one: ResidentKey, waiting: int, more: int) -> float:
+        if one.model_key == "b":
+            used.append((waiting, more))
+        return 5 + 0.5 * more if waiting else 0.1 if more else 20.0
+
+    times = replace(world.times, use_s=use_s, asks_per_s=lambda one: rates.get(one.model_key, 0.0))
+    told = Rehearsal(world.arbiter, times, world.now).run()
+    more = round(held * b_per_s / (b_per_s + c_per_s))
+    assert used[0] == (1 + waiting, more)
+    assert told[key("text:b")] == pytest.approx(20 + UNLOAD_S + LOAD_S)
+    uses_s = max(5.0, 5 + 0.5 * more)
+    latest_s = told[key("text:b")] + uses_s + UNLOAD_S + LOAD_S
+    assert latest_s - 0.01 <= told[key("text:c")] <= latest_s + 1.0
+
+
+def test_requests_that_find_a_model_open_keep_it_in_use_until_its_room_is_claimed() -> None:
+    """A request claims the room of its equals after the 5 s of a class."""
+    world = town(a=4.0, b=1.0)
+    world.ask(text("a"))
+    world.live(LOAD_S + 3)
+    world.ask(text("b"))
+    loads_s = UNLOAD_S + LOAD_S
+
+    def told_s(per_s: float) -> float:
+        times = replace(
+            world.times,
+            use_s=lambda _, waiting, more: 8.0 if waiting + more else 1.0,
+            asks_per_s=lambda one: per_s if one.model_key == "a" else 0.0,
+        )
+        return Rehearsal(world.arbiter, times, world.now).run()[key("text:b")]
+
+    assert told_s(0.0) == pytest.approx(5.0 + loads_s)
+    assert told_s(0.5) == pytest.approx(4.0 + 8.0 + loads_s)
+
+
+def test_many_requests_of_one_model_are_rehearsed_as_one() -> None:
+    """A rehearsal takes as many steps for 200 of each model as for one."""
+    decisions = []
+    for each in (1, 200):
+        world = town(a=20.0, **dict.fromkeys("bcdef", 3.0))
+        world.ask(text("a"))
+        world.live(LOAD_S)
+        for model in "bcdef":
+            for _ in range(each):
+                world.ask(text(model))
+        asked: Counter[str] = Counter()
+        times = replace(
+            world.times, unload_s=lambda one, asked=asked: asked.update([str(one)]) or UNLOAD_S
+        )
+        rehearsal = Rehearsal(world.arbiter, times, world.now)
+        told = rehearsal.run()
+        decisions.append((told, asked))
+    assert decisions[0] == decisions[1]
+
+
 def test_a_use_without_a_known_end_gives_no_estimate() -> None:
     world = town(a=5.0, b=1.0)
     world.ask(text("a"))
@@ -161,6 +235,7 @@ def test_a_use_without_a_known_end_gives_no_estimate() -> None:
         load_left_s=lambda _: 0.0,
         unload_s=lambda _: UNLOAD_S,
         use_s=lambda *_: None,
+        asks_per_s=world.times.asks_per_s,
     )
     assert Forecast(world.arbiter, times, FakeClock(mono=world.now)).seconds(key("text:b")) is None
 

@@ -27,6 +27,7 @@ from kakeya.core.errors import (
 )
 from kakeya.core.log import event
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
 from kakeya.generation.frames import Frame
 from kakeya.generation.kv import PageRef
@@ -115,6 +116,10 @@ class EngineBackend(EngineLife):
         Raises QueueFull if too many wait, PeerUnavailable if no engine can take or finish it.
         """
         return Attempt(request, self, clock=self._clock).frames()
+
+    def prompts_s(self, job: Continuation) -> float:
+        """Nothing: a job that waits for the engine itself is told its place by it."""
+        return 0.0
 
     def lend_for(self, request: DecodeRequest) -> AbstractAsyncContextManager[Self]:
         """Return itself: the code that started the backend holds it."""

@@ -166,8 +166,7 @@ class Arbiter:
         return lease
 
     def would_grant(self, ask: Ask, now: float) -> bool:
-        """Whether a new request would be served without waiting for residents to drain. It may
-        wait for its turn."""
+        """Whether a request would be served in its turn, without waiting for others to drain."""
         return deepcopy(self).rehearse(ask, now)
 
     def rehearse(self, ask: Ask, now: float) -> bool:
@@ -179,6 +178,11 @@ class Arbiter:
             outcome = self.settle(now)
         is_refused = any(one.lease == lease for one in outcome.refusals)
         return not is_refused and (ticket is None or not ticket.is_stuck)
+
+    def outline(self) -> Arbiter:
+        """A copy in which one request, and one lease of a resident, stands for all alike."""
+        parts = (self._tickets, self._ledger)
+        return deepcopy(self, {id(one): one.outline() for one in parts})
 
     def may_grow(self, name: str, size: int) -> bool:
         """Reserve spare bytes for a tenant; False = no request may wait, and there must be
@@ -319,8 +323,7 @@ class Arbiter:
         """The place of a model in the line for memory, from 1; None = no request waits for it, or
         it loads. Models are counted and not requests: a load serves all that wait for it."""
         loading = {one.key for one in self._ledger.residents if one.state is State.LOADING}
-        keys = self._tickets.keys_in_order(now, self._rules)
-        line = [one for one in keys if one not in loading]
+        line = [one for one in self._tickets.keys_in_order(now, self._rules) if one not in loading]
         return line.index(key) + 1 if key in line else None
 
     @property
@@ -442,11 +445,8 @@ class Arbiter:
 
     @property
     def _is_calm(self) -> bool:
-        return (
-            self._tickets.is_empty
-            and not self._is_stopping
-            and self._reclaimer.level is PressureLevel.NOMINAL
-        )
+        is_nominal = self._reclaimer.level is PressureLevel.NOMINAL
+        return is_nominal and self._tickets.is_empty and not self._is_stopping
 
     def _learnt(self, ask: Ask) -> Ask:
         size = self._measured.get(ask.key, ask.estimate_bytes)

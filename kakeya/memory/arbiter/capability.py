@@ -110,9 +110,11 @@ class Capability:
     handler: Handler
     estimate: Callable[[str], int]
     load_s: Callable[[str], float | None] = lambda _: None
-    use_s: Callable[[str, bool], float | None] = lambda *_: None
-    """Seconds until the requests that hold a model have ended, or, True, that those take that wait
-    for it; None = not known, then the times of past runs count."""
+    use_s: Callable[[str, int, int], float | None] = lambda *_: None
+    """Seconds until the requests that hold a model have ended, (0, 0), or that so many take that
+    wait for it and so many others; None = not known, then the times of past runs count."""
+    asks_per_s: Callable[[str], float] = lambda _: 0.0
+    """How many requests for a model came a second lately."""
     warmth: Warmth | None = None
     """None = the role's."""
     own_warmth: Callable[[str], Warmth | None] = lambda _: None

@@ -15,6 +15,7 @@ way have taken the bytes by which they fell since these loads began.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from kakeya.core import errors
@@ -202,6 +203,15 @@ class Ledger:
         self._foreign[holder], self._foreign_unfilled[holder] = size, unfilled_bytes
         if not size:
             del self._foreign[holder], self._foreign_unfilled[holder]
+
+    def outline(self) -> Ledger:
+        """A copy in which the most urgent lease of each resident stands for all of them."""
+        copy = deepcopy(self)
+        for one in copy.residents:
+            if len(one.leases) > 1:
+                first = min(one.leases, key=lambda lease: one.leases[lease].rank)
+                copy.put(replace(one, leases={first: one.leases[first]}))
+        return copy
 
     def snapshot(
         self,

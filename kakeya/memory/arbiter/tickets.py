@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator
+from copy import deepcopy
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from kakeya.memory.arbiter.model_queue import ModelQueue
@@ -71,6 +73,20 @@ class Tickets:
     def wants(self, key: ResidentKey) -> bool:
         """Whether a request or a wish waits for a resident."""
         return key in self.wished or bool(self._queues_of(key))
+
+    def outline(self) -> Tickets:
+        """A copy in which the first request of each queue stands for all of it, up to the last
+        deadline."""
+        copy = Tickets()
+        for queue in self._queues.values():
+            ask = queue.first.ask
+            last_mono = max(one.ask.deadline_mono for one in queue.tickets.values())
+            copy.enter(replace(queue.first, ask=replace(ask, deadline_mono=last_mono)))
+        copy._kept, copy.wished = deepcopy(self._kept), deepcopy(self.wished)
+        copy._stuck = {
+            lease: copy._tickets[lease] for lease in self._stuck if lease in copy._tickets
+        }
+        return copy
 
     # Coming and going.
 
