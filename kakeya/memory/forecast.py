@@ -27,8 +27,8 @@ LAST_S = 1.0
 """A rehearsal is believed for so long, and for `_SPARE` times as long as it took."""
 _SPARE = 100
 HORIZON_S = 3600.0
-_MOST_STEPS = 2000
-_LEAST_GAP_S = 1.0
+_MOST_STEPS = 500
+_LEAST_GAP_S = 2.0
 """Requests that come closer to each other are one, which stands for several."""
 _Step = Callable[[], None]
 
