@@ -9,10 +9,11 @@ be refused with a type and a time to come again.
 
 With --rolling four nodes on loopback serve 20 streaming clients, each with the addresses of all
 nodes; each node is drained and replaced in turn, by a node of the checkout --other, and that of
-the other by one of this checkout.
+the other by one of this checkout. With --one-address all clients have the address of the first
+node alone, and that one is replaced four times.
 
 .venv/bin/python -m benchmarks.shelf_drill [--minutes 10] [--seed N] [--keep FOLDER]
-.venv/bin/python -m benchmarks.shelf_drill --rolling [--other CHECKOUT]
+.venv/bin/python -m benchmarks.shelf_drill --rolling [--one-address] [--other CHECKOUT]
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument("--keep", type=Path, help="the logs of the nodes, in a new folder")
     parser.add_argument("--rolling", action="store_true", help="drain and replace four nodes")
+    parser.add_argument("--one-address", action="store_true", help="of the first node, to all")
     parser.add_argument("--other", type=Path, default=Path.cwd(), help="checkout, for --rolling")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
@@ -114,7 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kk-shelf-") as temporary:
         folder = options.keep or Path(temporary)
         if options.rolling:
-            tally = asyncio.run(roll(folder, options.other, options.seed))
+            rolled = roll(folder, options.other, options.seed, has_one_address=options.one_address)
+            tally = asyncio.run(rolled)
         elif reason := netns.why_not():
             raise SystemExit(f"benchmarks.shelf_drill: {reason}")
         else:

@@ -1,7 +1,10 @@
-"""Four nodes that are drained and replaced one after the other, under streaming clients.
+"""Nodes that are drained and replaced one after the other, under streaming clients.
 
 A client has a list of the nodes' addresses, begins at its own, and goes to the next one where it is
-refused or the port is closed. A request that was taken has to end with its answer.
+refused or the port is closed; or all clients have the address of the first node alone, which is
+replaced again and again. A request that was taken has to end with its answer.
+
+The node that takes the place of another is started while that one is drained, and takes its port.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import httpx
 from benchmarks.failover import MODEL, QUICK, Streamed
 from benchmarks.shelf_drill.clients import Form, Tally, ask, client_of, undisturbed
 from kakeya.cli.child import NodeProcess
+from kakeya.node.datadir import is_left
 
 _NODES, _CLIENTS = 4, 20
 _BETWEEN_S = 5.0
@@ -61,49 +65,49 @@ class RollingShelf:
                 await asyncio.sleep(0.5)
 
     async def replace(self, number: int) -> None:
-        """Drain a node, and start one of the other checkout in its place."""
+        """Drain a node, and start one of the other checkout in its place meanwhile."""
         node, began = self.nodes[number], time.monotonic()
+        data = self._folder / str(number) / "data"
         command = [*self._run_in(self._checkouts[number]), "kakeya.cli.main", "drain"]
-        child = await asyncio.create_subprocess_exec(
-            *command, "--data-dir", str(self._folder / str(number) / "data")
-        )
-        await child.wait()
-        status = await node.wait()
-        closed_mono = time.monotonic()
+        command += ["--until-replaced", "--data-dir", str(data)]
+        child = await asyncio.create_subprocess_exec(*command)
+        while not is_left(data) and child.returncode is None:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.1)
         self._checkouts[number] = self._checkouts[(number + 1) % _NODES]
         self.nodes[number] = fresh = self.make(number)
-        await fresh.__aenter__()
+        starting = asyncio.create_task(fresh.__aenter__())
+        await child.wait()
+        status, left_mono = await node.wait(), time.monotonic()
+        await starting
         print(
-            f"node {number}: drained in {closed_mono - began:.1f} s, exit {status}, "
-            f"closed for {time.monotonic() - closed_mono:.1f} s",
+            f"node {number}: drained in {left_mono - began:.1f} s, exit {status}; the next one "
+            f"is ready {time.monotonic() - left_mono:.1f} s later",
             flush=True,
         )
 
 
 async def _client(
-    number: int,
-    nodes: Sequence[NodeProcess],
+    addresses: Sequence[str],
     known: Mapping[str, tuple[Form, Streamed]],
     tally: Tally,
     over: asyncio.Event,
     rng: random.Random,
 ) -> None:
     """Ask one thing after the other, each of the next address that takes it."""
-    addresses = [nodes[(number + at) % _NODES].http for at in range(_NODES)]
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(client_of(one)) for one in addresses]
         while not over.is_set():
             name = rng.choice(list(known))
             for turn in itertools.count():
-                pause_s = await ask(clients[turn % _NODES], name, *known[name], tally)
+                pause_s = await ask(clients[turn % len(clients)], name, *known[name], tally)
                 if pause_s is None:
                     break
-                if turn % _NODES == _NODES - 1:
+                if turn % len(clients) == len(clients) - 1:
                     await asyncio.sleep(pause_s)
 
 
-async def roll(folder: Path, other: Path, seed: int) -> Tally:
-    """Drain and replace each node once; what became of the requests."""
+async def roll(folder: Path, other: Path, seed: int, *, has_one_address: bool) -> Tally:
+    """Drain and replace each node once, or the first one as often; what became of the requests."""
     shelf, tally, over = RollingShelf(folder, Path.cwd(), other), Tally(), asyncio.Event()
     try:
         for number in range(_NODES):
@@ -113,15 +117,16 @@ async def roll(folder: Path, other: Path, seed: int) -> Tally:
         await shelf.settled()
         async with client_of(shelf.nodes[0].http) as openai:
             known = await undisturbed(openai)
-        clients = [
-            asyncio.create_task(
-                _client(number, shelf.nodes, known, tally, over, random.Random(seed + number))
-            )
-            for number in range(_CLIENTS)
-        ]
+        addresses = [node.http for node in shelf.nodes]
+        clients = []
+        for number in range(_CLIENTS):
+            own = number % _NODES
+            told = addresses[:1] if has_one_address else addresses[own:] + addresses[:own]
+            rng = random.Random(seed + number)
+            clients.append(asyncio.create_task(_client(told, known, tally, over, rng)))
         for number in range(_NODES):
             await asyncio.sleep(_BETWEEN_S)
-            await shelf.replace(number)
+            await shelf.replace(0 if has_one_address else number)
             await shelf.settled()
         await asyncio.sleep(_BETWEEN_S)
         over.set()

@@ -63,6 +63,11 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="SECONDS",
         help="after so long it stops though requests run (default: %(default)g)",
     )
+    drain.add_argument(
+        "--until-replaced",
+        action="store_true",
+        help="keep the HTTP port until a kakeya-node that is started meanwhile has taken it",
+    )
     pressure = _command(
         commands, "pressure", "tell the node how short of memory the machine is, for a minute"
     )
@@ -90,7 +95,12 @@ def run(options: argparse.Namespace) -> int | None:
         case "revoke":
             return _revoke(folder, options.node, as_json=options.json)
         case "drain":
-            return _drain(folder, options.patience, as_json=options.json)
+            return _drain(
+                folder,
+                options.patience,
+                until_replaced=options.until_replaced,
+                as_json=options.json,
+            )
         case "pressure":
             return _pressure(folder, options.level, options.free_mb, as_json=options.json)
         case _:
@@ -173,7 +183,7 @@ def _revoke(folder: Path, node: str, *, as_json: bool) -> int:
     return 0
 
 
-def _drain(folder: Path, patience_s: float, *, as_json: bool) -> int:
+def _drain(folder: Path, patience_s: float, *, until_replaced: bool, as_json: bool) -> int:
     from kakeya.v1.fleet_pb2 import DrainProgress, DrainRequest
 
     if not 0 < patience_s <= _MOST_PATIENCE_S:
@@ -184,7 +194,8 @@ def _drain(folder: Path, patience_s: float, *, as_json: bool) -> int:
     def follow(stub: ControlServiceStub) -> DrainProgress:
         last = DrainProgress()
         limit_s = patience_s + _TIMEOUT_S
-        for last in stub.Drain(DrainRequest(patience_seconds=patience_s), timeout=limit_s):
+        asked = DrainRequest(patience_seconds=patience_s, until_replaced=until_replaced)
+        for last in stub.Drain(asked, timeout=limit_s):
             if last.requests and not as_json:
                 print(f"{last.requests} requests run, {last.seconds:.0f} s", file=sys.stderr)
         return last

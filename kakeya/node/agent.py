@@ -14,7 +14,8 @@ import asyncio
 import logging
 import os
 import random
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+import socket
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Self
 
@@ -52,6 +53,7 @@ from kakeya.node.control import control_socket
 from kakeya.node.datadir import LIVE, DataDir, RunInfo
 from kakeya.node.directory import VerifierDirectory, failed_addresses
 from kakeya.node.fleet import Chances, NodeFleet
+from kakeya.node.handover import DrainedHttp
 from kakeya.node.https import NodeHttps, check_http_start
 from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.overview import Overview
@@ -70,6 +72,8 @@ _log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """How long running calls may go on after a stop signal."""
 _FAREWELL_S = 1.0
+_HEARD_S = 1.0
+"""How long a start waits for its first round of gossip; one without peers is over at once."""
 _STUCK = "loop"
 """The cause of a hold: the whole node does not serve."""
 
@@ -77,12 +81,20 @@ _STUCK = "loop"
 class Agent:
     """A node from start to stop: it serves inside an `async with`.
 
-    The caller holds the data directory from before the start until after the stop. Entering raises
+    The caller holds the data directory from before the start until after the stop; `port` is a
+    socket that listens at the HTTP address, None = one is opened. Entering raises
     ConfigError for an address, a folder, a key or a model that cannot be used, Conflict while
     another process serves under this node's id, and the errors of joining a fleet.
     """
 
-    def __init__(self, config: NodeConfig, engine_command: EngineCommand, home: DataDir) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        engine_command: EngineCommand,
+        home: DataDir,
+        port: socket.socket | None = None,
+    ) -> None:
+        self._port = port
         self._config = config
         self._home = home
         self._folder = config.data_dir
@@ -92,6 +104,8 @@ class Agent:
         self._stack = AsyncExitStack()
         self._changed = asyncio.Event()
         self._changed.set()
+        self._heard = asyncio.Event()
+        """Set by the first round of gossip."""
         self._memory = NodeMemory(
             config.memory,
             config.models,
@@ -202,22 +216,26 @@ class Agent:
             resume_bytes=self._config.listen.http_resume_bytes,
             warm_nodes=self._config.precache.warm_nodes,
             dispatch=self._memory.dispatch,
-            on_drain=self._changed.set,
-            accept_no_more=lambda: self._http.accept_no_more(),
-            answering=lambda: self._http.answering,
+            on_drain=self._drain_begins,
+            port=lambda: self._handover,
+            heard=self._heard.wait,
             health=self._health,
             clock=self._clock,
             rng=self._rng,
         )
         stack.push_async_callback(self._services.serving_peers.aclose)
         stack.push_async_callback(self._services.copies.aclose)
+        stack.push_async_callback(self._services.mover.aclose)
         await stack.enter_async_context(self._services.runtime)
         await self._listeners.start()
         self._tasks = await stack.enter_async_context(Supervisor(self._clock))
-        self._http = await stack.enter_async_context(self._serve_http())
-        await self._memory.start(self._tasks, self.node_id)
-        self._jobs.start(self._tasks)
         self._plane.start(self._tasks)
+        await self._memory.start(self._tasks, self.node_id)
+        # Until the own models are loaded, peers answer: none is known before the first round.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._heard.wait(), _HEARD_S)
+        self._http = await stack.enter_async_context(self._serve_http())
+        self._jobs.start(self._tasks)
         self._services.start(self._tasks, self._changed.set)
         self._https.start(self._tasks)
         self._tasks.start("listeners", self._listeners.watch)
@@ -231,7 +249,7 @@ class Agent:
         """Bind every address, then build the fleet half, which needs the addresses."""
         config = self._config
         await check_http_start(config.listen, self._folder, has_identity=identity is not None)
-        self._http_socket = listen("--http", config.listen.http)
+        self._http_socket = self._port or listen("--http", config.listen.http)
         stack.callback(self._http_socket.close)
         host, port = self._http_socket.getsockname()[:2]
         self._http_address = join_address(str(host), int(port))
@@ -284,9 +302,9 @@ class Agent:
         await self._keeper.flush()
 
     async def _open_control(self) -> None:
-        socket = control_socket(self._folder)
+        path = control_socket(self._folder)
         try:
-            await self._listeners.open_plain(f"unix:{socket}", flag="--data-dir")
+            await self._listeners.open_plain(f"unix:{path}", flag="--data-dir")
         except ConfigError as problem:
             # The node serves without this socket; only its owner's commands do not reach it.
             event(
@@ -381,6 +399,11 @@ class Agent:
                 offer = replace(offer, models=())
             self._plane.gossip.announce(offer)
 
+    def _drain_begins(self) -> None:
+        self._changed.set()
+        self._handover = DrainedHttp(self._home, self._http_socket, self._http)
+        self._tasks.start("port handover", self._handover.run)
+
     def _suspect_failed_drafters(self, usage: Usage) -> None:
         """Ask a peer that just failed for no draft until gossip finds that it answers."""
         for address in failed_addresses(usage):
@@ -395,6 +418,7 @@ class Agent:
         event(_log, "the fleet took nodes out", level=logging.WARNING, connections_closed=closed)
 
     def _round_done(self, done: Round) -> None:
+        self._heard.set()
         incarnation = self._plane.registry.incarnation
         if done.changed or incarnation != self._incarnation:
             self._incarnation = incarnation
@@ -422,6 +446,7 @@ class Agent:
             self._keeper.flush(),
             return_exceptions=True,
         )
+        await self._services.mover.settled()
         for fault in faults:
             if isinstance(fault, Exception):
                 event(_log, "draining was not clean", level=logging.WARNING, fault=repr(fault))

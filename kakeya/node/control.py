@@ -6,8 +6,6 @@ needs an admin's certificate.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -15,11 +13,11 @@ from typing import Protocol
 
 import grpc.aio
 
-from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
+from kakeya.dispatch.drain import PATIENCE_S, DrainStep
 from kakeya.fleet.identity.invite import VALID_S
 from kakeya.fleet.identity.join_server import Invitation
-from kakeya.node.drain import PATIENCE_S, DrainStep
+from kakeya.node.datadir import owner_socket
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer
 from kakeya.wire.security import CertRole
@@ -42,6 +40,16 @@ class Fleet(Protocol):
 
     async def save_revoked(self) -> None:
         """Return once the list is on disk. Raises ConfigError when it cannot be written."""
+        ...
+
+
+class DrainCall(Protocol):
+    """The drain of a node: `NodeDrain.run`."""
+
+    def __call__(
+        self, patience_s: float, *, until_replaced: bool = False
+    ) -> AsyncGenerator[DrainStep, None]:
+        """Drain; the steps end with the drain."""
         ...
 
 
@@ -80,7 +88,7 @@ class ControlService(ControlServiceServicer):
         *,
         examine: Callable[[str], Awaitable[str]],
         dispatch: Callable[[str, int | None], str],
-        drain: Callable[[float], AsyncGenerator[DrainStep, None]],
+        drain: DrainCall,
     ) -> None:
         self._fleet = fleet
         self._drain = drain
@@ -130,7 +138,9 @@ class ControlService(ControlServiceServicer):
         self, request: pb.DrainRequest, context: Context
     ) -> None:
         """Drain the node, then stop it; what was begun goes on if the caller leaves."""
-        async with aclosing(self._drain(request.patience_seconds or PATIENCE_S)) as steps:
+        patience_s = request.patience_seconds or PATIENCE_S
+        drain = self._drain(patience_s, until_replaced=request.until_replaced)
+        async with aclosing(drain) as steps:
             async for step in steps:
                 told = pb.DrainProgress(requests=step.requests, seconds=step.seconds)
                 await context.write(told)
@@ -147,23 +157,5 @@ def _role(name: str) -> CertRole:
 
 
 def control_socket(data_dir: Path) -> Path:
-    """Return the path of the socket of a data directory.
-
-    It lies in the data directory or, if that path would be too long to bind, in a private folder in
-    /tmp, which is made here. $TMPDIR will not do: launchd and a shell set it differently.
-
-    Raises ConfigError if that folder belongs to another user or is open to others.
-    """
-    inside = data_dir.absolute() / SOCKET
-    if len(os.fsencode(inside)) <= MAX_SOCKET_PATH_BYTES:
-        return inside
-    name = hashlib.sha256(os.fsencode(inside)).hexdigest()[:16]
-    folder = Path("/tmp") / f"kakeya-{os.getuid()}-{name}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
-        raise ConfigError(
-            f"{folder} belongs to another user or is open to others; remove it, "
-            "or choose a shorter --data-dir"
-        )
-    return folder / SOCKET
+    """Return the path of the socket of a data directory; see `owner_socket`."""
+    return owner_socket(data_dir, SOCKET)

@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from kakeya.core import log
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.core.garbage import spare_what_is_there, undisturbed
 from kakeya.node.datadir import FINDINGS, DataDir
+from kakeya.node.handover import take_place
 
 _log = logging.getLogger("kakeya.node.daemon")  # not __name__: this may be __main__
 _FILES = 8192
@@ -38,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         settings = config.load(sys.argv[1:] if argv is None else argv, os.environ)
         _open_log(settings)
-        # Before the slow imports, so that a second node is refused at once.
-        with DataDir(settings.data_dir) as home:
-            status = asyncio.run(_run(settings, home))
+        # Before the slow imports: a second node is refused at once, and clients may wait.
+        home, port = take_place(settings.data_dir, settings.listen.http, _load)
+        with home, port:
+            status = asyncio.run(_run(settings, home, port))
     except ConfigError as wrong:
         status = _refuse(2, wrong.message)
     except KakeyaError as fault:
@@ -78,8 +81,13 @@ def _refuse(status: int, sentence: str) -> int:
     return status
 
 
-async def _run(settings: config.NodeConfig, home: DataDir) -> int:
-    # After the flags: a wrong one is refused without the slow import of gRPC.
+def _load() -> None:
+    """Import the slow libraries. After the flags: a wrong one is refused without them."""
+    with undisturbed():
+        import kakeya.node.agent  # noqa: F401
+
+
+async def _run(settings: config.NodeConfig, home: DataDir, port: socket.socket) -> int:
     with undisturbed():
         from kakeya.backends.engines import engine_command
         from kakeya.fleet.identity.identity import FOLDER as IDENTITY
@@ -94,7 +102,7 @@ async def _run(settings: config.NodeConfig, home: DataDir) -> int:
         adapters=settings.adapters,
         findings=settings.data_dir / FINDINGS,
     )
-    async with Agent(settings, command, home) as agent:
+    async with Agent(settings, command, home, port) as agent:
         for warning in settings.warnings:
             _log.warning(warning)
         ready = f"kakeya-node ready node_id={agent.node_id} grpc={agent.grpc} http={agent.http}"

@@ -1,6 +1,6 @@
 """One folder per node: its lock, its identity across starts, the addresses of the running node.
 
-    node.lock      held (flock) while a node runs; its text is that node's pid
+    node.lock      held (flock) while a node runs; its text is the pid, and whether it leaves
     node.json      node id, incarnation, last stamp, peers (`state.py`)
     node.run.json  pid and addresses of the running node, for the command line
     node.live.json what PUT /api/v1/config set (`dispatch/registry.py`)
@@ -14,6 +14,7 @@ Files are replaced whole (write aside, fsync, rename). A damaged state file is s
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES
 from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
@@ -30,6 +32,7 @@ _log = logging.getLogger(__name__)
 LOCK, STATE, RUN = "node.lock", "node.json", "node.run.json"
 LIVE = "node.live.json"
 FINDINGS = "findings"
+_LEAVES = "leaves"
 
 
 def make_folder(folder: Path) -> None:
@@ -53,8 +56,8 @@ class RunInfo:
 class DataDir:
     """A data directory that this process holds; a context manager that releases it."""
 
-    def __init__(self, folder: Path) -> None:
-        """Make the folder if needed and lock it.
+    def __init__(self, folder: Path, *, waits: bool = False) -> None:
+        """Make the folder if needed and lock it; with `waits` once another node has left it.
 
         Raises Conflict if another node holds it, ConfigError if it cannot be used.
         """
@@ -66,9 +69,9 @@ class DataDir:
         except OSError as problem:
             raise _unusable(folder, problem) from problem
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
-            pid = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            pid = next(iter(_read_lock(self._lock)), "unknown")
             os.close(self._lock)
             raise Conflict(
                 f"data directory {folder} is held by the node with pid {pid}; stop that node, "
@@ -80,6 +83,10 @@ class DataDir:
         except OSError as problem:
             os.close(self._lock)
             raise _unusable(folder, problem) from problem
+
+    def leave(self) -> None:
+        """Note that this node leaves the folder, for another that may wait for it."""
+        os.pwrite(self._lock, f"{os.getpid()} {_LEAVES}\n".encode(), 0)
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +157,45 @@ def is_held(folder: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+def is_left(folder: Path) -> bool:
+    """Whether the node that runs in `folder` leaves it."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return _LEAVES in _read_lock(lock)
+    finally:
+        os.close(lock)
+
+
+def _read_lock(lock: int) -> list[str]:
+    return os.pread(lock, 64, 0).decode("ascii", "replace").split()
+
+
+def owner_socket(data_dir: Path, name: str) -> Path:
+    """Return the path of a socket of a data directory that only its owner can open.
+
+    It lies in the data directory or, if that path would be too long to bind, in a private folder in
+    /tmp, which is made here. $TMPDIR will not do: launchd and a shell set it differently.
+
+    Raises ConfigError if that folder belongs to another user or is open to others.
+    """
+    inside = data_dir.absolute() / name
+    if len(os.fsencode(inside)) <= MAX_SOCKET_PATH_BYTES:
+        return inside
+    digest = hashlib.sha256(os.fsencode(inside)).hexdigest()[:16]
+    folder = Path("/tmp") / f"kakeya-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        raise ConfigError(
+            f"{folder} belongs to another user or is open to others; remove it, "
+            "or choose a shorter --data-dir"
+        )
+    return folder / name
 
 
 def _read_run(path: Path) -> RunInfo | None:

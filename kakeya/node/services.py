@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import grpc.aio
@@ -20,6 +20,7 @@ from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.drain import DrainedPort, NodeDrain
 from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.service import ServingService
@@ -33,12 +34,14 @@ from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
 from kakeya.node.directory import VerifierDirectory
 from kakeya.node.doctor import Doctor
-from kakeya.node.drain import NodeDrain
 from kakeya.node.fleet import NodeFleet
 from kakeya.node.pages import NodePages
 from kakeya.prefix.peers.peers import PrefixPeers
 from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.sessions.config import SessionConfig
+from kakeya.sessions.move_service import SessionMoveService
+from kakeya.sessions.mover import SessionMover
+from kakeya.sessions.peers import FleetPeers
 from kakeya.sessions.prefix_service import PrecacheService
 from kakeya.sessions.service import RuntimeService
 from kakeya.sessions.store import SessionLimits, SessionStore
@@ -49,6 +52,7 @@ from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.v1.serving_pb2_grpc import add_ServingServiceServicer_to_server
+from kakeya.v1.sessions_pb2_grpc import add_SessionMoveServiceServicer_to_server
 from kakeya.wire.channels import is_local
 from kakeya.wire.server.health import NodeHealth
 
@@ -75,8 +79,8 @@ class Services:
         warm_nodes: int,
         dispatch: Callable[[str, int | None], str],
         on_drain: Callable[[], None],
-        accept_no_more: Callable[[], None],
-        answering: Callable[[], int],
+        port: Callable[[], DrainedPort],
+        heard: Callable[[], Awaitable[object]],
         health: NodeHealth,
         clock: Clock,
         rng: random.Random,
@@ -89,8 +93,12 @@ class Services:
             is_secured=plane.security is not None,
             route=plane.routes.address_for,
         )
-        limits = SessionLimits(
-            capacity=sessions.capacity, idle_ttl_s=sessions.idle_ttl_s, model_wait_s=wait_s
+        store = SessionStore(
+            clock=clock,
+            rng=random.SystemRandom(),  # session ids are the only key to a history
+            limits=SessionLimits(
+                capacity=sessions.capacity, idle_ttl_s=sessions.idle_ttl_s, model_wait_s=wait_s
+            ),
         )
         self.clients = Clients(clock.mono)
         texts = TextFiles(data_dir / TEXTS)
@@ -120,15 +128,25 @@ class Services:
             held,
             kv_rates=self.serving_peers.kv_rates,
         )
-        secret = random.SystemRandom()  # session ids are the only key to a history
+        self.mover = SessionMover(
+            store,
+            models,
+            self.models,
+            FleetPeers(plane, clock.mono),
+            precache,
+            heard=heard,
+            clock=clock,
+        )
+        self._moves = SessionMoveService(self.mover)
         self.runtime = RuntimeService(
             models=self.models,
             drafts=self.drafts,
-            store=SessionStore(clock=clock, rng=secret, limits=limits),
+            store=store,
             clock=clock,
             rng=rng,
             precache=precache,
             clients=self.clients,
+            mover=self.mover,
         )
         self._precache = PrecacheService(models, precache)
         self._proposers = ProposerService({NGRAM: NGramProposer()}, clock=clock)
@@ -137,9 +155,8 @@ class Services:
         self._on_drain = on_drain
         self.draining = NodeDrain(
             begin=self._begin_drain,
-            left=self.clients.begun_by,
-            close=accept_no_more,
-            answering=answering,
+            left=lambda mono: self.clients.begun_by(mono) + self.mover.leaving,
+            port=port,
             stop=lambda: os.kill(os.getpid(), signal.SIGTERM),
             clock=clock,
         )
@@ -177,6 +194,7 @@ class Services:
             self.peers.register(server)
         self.doctor.register(server)
         add_RuntimeServiceServicer_to_server(self.runtime, server)
+        add_SessionMoveServiceServicer_to_server(self._moves, server)
         add_ServingServiceServicer_to_server(self._serving, server)
         add_PrecacheServiceServicer_to_server(self._precache, server)
         add_ProposerServiceServicer_to_server(self._proposers, server)
@@ -189,6 +207,7 @@ class Services:
         self.runtime.drain(reason)
         self._serving.drain(reason)
         self.models.drain(reason)
+        self.mover.leave()
         self._health.hold("drain", reason)
         self._on_drain()
 

@@ -166,6 +166,17 @@ class Client:
             )
         return ClientSession(stub, self._address, reply.session_id, self._timeout_s)
 
+    async def resume_session(self, session_id: str) -> ClientSession:
+        """A session that any node of the fleet has, by its id: after the loss of the address where
+        it was opened. Nothing is asked yet; a call for an id that no node has raises NotFound.
+
+        Raises ConfigError for an identity that is missing or damaged.
+        """
+        if self._security is not None:
+            await asyncio.to_thread(self._security.refresh)
+        stub = RuntimeServiceStub(self._channels.get(self._address))
+        return ClientSession(stub, self._address, session_id, self._timeout_s)
+
     async def warm(
         self,
         token_ids: Sequence[int],

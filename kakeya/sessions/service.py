@@ -30,6 +30,7 @@ from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.seam import NoPrecache, Precache, PrefixClaim, read_metadata
+from kakeya.sessions.mover import SessionMover
 from kakeya.sessions.parameters import read_parameters
 from kakeya.sessions.session import Session
 from kakeya.sessions.store import SessionCounts, SessionStore
@@ -78,8 +79,11 @@ class RuntimeService(RuntimeServiceServicer):
         rng: random.Random,
         precache: Precache = NoPrecache(),  # noqa: B008 - it has no state
         clients: Clients | None = None,
+        mover: SessionMover | None = None,
     ) -> None:
+        """`mover` knows the sessions of other nodes; None = there are none."""
         self._models = models
+        self._mover = mover
         self._clients = clients or Clients(clock.mono)
         self._precache = precache
         self._drafts = drafts
@@ -164,6 +168,8 @@ class RuntimeService(RuntimeServiceServicer):
     ) -> pb.GetSessionInfoResponse:
         """Look at a session; its idle time goes on."""
         try:
+            if self._mover is not None:
+                await self._mover.bring(request.session_id)
             session = self._store.get(request.session_id)
         except KakeyaError as error:
             await abort(context, error)
@@ -267,6 +273,8 @@ class RuntimeService(RuntimeServiceServicer):
         self._precache.turn_ended(claim, tokens)
 
     async def _settle(self, session_id: str) -> None:
+        if self._mover is not None:
+            await self._mover.bring(session_id)
         session = self._store.get(session_id)
         if session.is_busy:
             with suppress(TimeoutError):

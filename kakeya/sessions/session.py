@@ -74,6 +74,20 @@ def window_for(context_tokens: int, sink_tokens: int, window_tokens: int | None)
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedSession:
+    """All that another node needs to go on with a session; `weights` "" = not known."""
+
+    session_id: str
+    model_id: str
+    client: str
+    label: str
+    stop_token_ids: frozenset[int]
+    history: Sequence[int]
+    idle_s: float
+    weights: str
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One session; mutated by its store and service only, one operation at a time."""
@@ -83,8 +97,8 @@ class Session:
     facts: ModelFacts
     window: HistoryCut
     stop_token_ids: frozenset[int]
-    label: str
     used_mono: float
+    label: str = ""
     operation: str = ""
     """The operation that runs on the session; "" = idle."""
     failure: str = ""
@@ -139,6 +153,10 @@ class Session:
             )
         self._history.extend(token_ids)
         return length
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add the history that it has from another node."""
+        self._history.extend(token_ids)
 
     def truncate(self, max_tokens: int) -> int:
         """Cut the history to sink + window if `max_tokens` more need it; return the dropped count.

@@ -7,7 +7,7 @@ refuses new sessions, and never takes a session away from its owner.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,11 +17,14 @@ from kakeya.core.ids import SessionId, draw_id
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.model import ServedModel
-from kakeya.sessions.session import Session, window_for
+from kakeya.sessions.session import MovedSession, Session, check_vocabulary, window_for
 
 CAPACITY = 256
 """Sessions, some 100 kB each with a full context. Further sessions are refused, none evicted."""
 IDLE_TTL_S = 1800.0
+MOVING = "a move to another node"
+"""The operation of a session that moves; it is no use of it."""
+_PREFIX, _ID_CHARS = "ses", 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ class SessionStore:
         self._limits = limits
         self._sessions: dict[SessionId, Session] = {}
         self._created = self._closed = self._expired = self._failed = self._refused = 0
+        self.on_idle: Callable[[Session], None] = lambda _: None
+        """Called when an operation on a session has ended, if it is no move."""
 
     @property
     def limits(self) -> SessionLimits:
@@ -104,27 +109,44 @@ class SessionStore:
     ) -> Session:
         """Open a session on a model. Raises CapacityExhausted when the store is full."""
         self.check_room()
+        session = self._new(self._draw(), model, facts, stop_token_ids)
+        session.label = label
+        self._created += 1
+        return session
+
+    def _new(
+        self,
+        session_id: SessionId,
+        model: ServedModel,
+        facts: ModelFacts,
+        stop_token_ids: frozenset[int],
+    ) -> Session:
         window = window_for(
             facts.context_tokens, self._limits.sink_tokens, self._limits.window_tokens
         )
         session = Session(
-            session_id=self._draw(),
+            session_id=session_id,
             model=model,
             facts=facts,
             window=window,
             stop_token_ids=stop_token_ids,
-            label=label,
             used_mono=self._clock.mono(),
         )
         session.idle.set()
-        self._sessions[session.session_id] = session
-        self._created += 1
+        self._sessions[session_id] = session
+        return session
+
+    def find(self, session_id: str) -> Session | None:
+        """Find a session; None for unknown, closed and expired ids."""
+        session = self._sessions.get(SessionId(session_id))
+        if session is None or self._is_expired(session, self._clock.mono()):
+            return None
         return session
 
     def get(self, session_id: str) -> Session:
         """Find a session. Raises NotFound for unknown, closed and expired ids alike."""
-        session = self._sessions.get(SessionId(session_id))
-        if session is None or self._is_expired(session, self._clock.mono()):
+        session = self.find(session_id)
+        if session is None:
             raise NotFound(
                 f"no session {session_id[:64]!r}: it was never created here, was closed or expired"
             )
@@ -145,7 +167,7 @@ class SessionStore:
             )
         if session.failure:
             raise InvariantBroken("session_failed", f"{session.failure}; begin a new session")
-        session.operation = name
+        session.operation, used_mono = name, session.used_mono
         session.idle.clear()
         try:
             yield session
@@ -156,7 +178,27 @@ class SessionStore:
         finally:
             session.operation = ""
             session.idle.set()
-            session.used_mono = self._clock.mono()
+            if name == MOVING:
+                session.used_mono = used_mono
+            else:
+                session.used_mono = self._clock.mono()
+                self.on_idle(session)
+
+    def adopt(self, moved: MovedSession, model: ServedModel, facts: ModelFacts) -> None:
+        """Take over a session of another node. Raises CapacityExhausted when the store is full,
+        Conflict for one that is here, InvalidArgument for ids outside the vocabulary."""
+        self.check_room()
+        if self.find(moved.session_id) is not None or not is_session_id(moved.session_id):
+            raise Conflict(f"session {moved.session_id[:64]!r} is here already, or is no session")
+        check_vocabulary(moved.history, facts.vocab_size)
+        session = self._new(SessionId(moved.session_id), model, facts, moved.stop_token_ids)
+        session.label, session.client = moved.label, moved.client
+        session.used_mono -= min(moved.idle_s, self._limits.idle_ttl_s)
+        session.extend(moved.history)
+
+    def forget(self, session: Session) -> None:
+        """Remove a session that is at another node now."""
+        self._sessions.pop(session.session_id, None)
 
     def close(self, session_id: str) -> Session:
         """Remove a session and return it. Raises NotFound, or Conflict while it is in use."""
@@ -186,7 +228,12 @@ class SessionStore:
 
     def _draw(self) -> SessionId:
         for _ in range(8):
-            session_id = SessionId(draw_id("ses", self._rng, length=20))
+            session_id = SessionId(draw_id(_PREFIX, self._rng, length=_ID_CHARS))
             if session_id not in self._sessions:
                 return session_id
         raise Refused("the random source repeats itself, no session id could be drawn")
+
+
+def is_session_id(text: str) -> bool:
+    """Whether a node of a fleet could have drawn this id."""
+    return text.startswith(f"{_PREFIX}-") and len(text) == len(_PREFIX) + 1 + _ID_CHARS

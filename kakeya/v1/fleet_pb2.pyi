@@ -701,16 +701,22 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PATIENCE_SECONDS_FIELD_NUMBER: _builtins.int
+    UNTIL_REPLACED_FIELD_NUMBER: _builtins.int
     patience_seconds: _builtins.float
     """Seconds after which the node stops though requests run; 0 = a minute."""
+    until_replaced: _builtins.bool
+    """Leave the HTTP port only once a node that starts in the same data directory has it, or at the
+    end of the patience.
+    """
     def __init__(
         self,
         *,
         patience_seconds: _builtins.float = ...,
+        until_replaced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["patience_seconds", b"patience_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["patience_seconds", b"patience_seconds", "until_replaced", b"until_replaced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,7 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.host import host_label
+from kakeya.dispatch.drain import DrainStep
 from kakeya.fleet.cards.cards import Card
 from kakeya.fleet.cards.convert import from_wire
 from kakeya.fleet.identity.identity import Identity, load_identity
@@ -38,7 +39,6 @@ from kakeya.fleet.identity.membership import Membership, open_trust
 from kakeya.memory.pressure_sources import read_level
 from kakeya.node.control import ControlService, Fleet, NoFleet, control_socket
 from kakeya.node.datadir import DataDir, RunInfo
-from kakeya.node.drain import DrainStep
 from kakeya.v1 import distributed_pb2
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.wire.channels import Channels
@@ -66,7 +66,9 @@ def dispatch(word: str, free_bytes: int | None) -> str:
     return f"{read_level(word).name.lower()}, {free_bytes} free"
 
 
-async def drain(patience_s: float) -> AsyncGenerator[DrainStep, None]:
+async def drain(
+    patience_s: float, *, until_replaced: bool = False
+) -> AsyncGenerator[DrainStep, None]:
     yield DrainStep(requests=3, seconds=0.0)
     yield DrainStep(requests=1, seconds=patience_s)
 

@@ -55,6 +55,13 @@ class _Protocol(HttpToolsProtocol):
     _goodbye: asyncio.TimerHandle | None = None
     _is_refused = False
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether a POST request has no whole answer, or the first request is on its way."""
+        if self.cycle is None:
+            return not self._is_refused and not self.transport.is_closing()
+        return not self.cycle.response_complete and self.cycle.scope["method"] == "POST"
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_head()
@@ -62,6 +69,11 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_whole()
         super().connection_lost(exc)
+
+    def leave(self) -> None:
+        """Close the connection unless its first request may be on its way, as `shutdown`."""
+        if self.cycle is not None:
+            self.shutdown()
 
     def shutdown(self) -> None:
         """Close the connection, now or behind the answer to its request."""
@@ -179,19 +191,31 @@ class _Server(uvicorn.Server):
             self._accepting.add_done_callback(lambda _: sock.close())
         self.accepts.set()
 
+    def end_connections(self) -> None:
+        """Have each connection closed behind its next answer, which says so."""
+        closes = (b"connection", b"close")
+        self.config.encoded_headers.append(closes)
+        self.server_state.default_headers.append(closes)
+
     def close_port(self) -> None:
         """Accept nothing any more, and serve what was accepted."""
+        loop = asyncio.get_running_loop()
         if self._accepting is not None:
             self._accepting.cancel()
         for server in self.servers:
-            server.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
+            for sock in server.sockets:
+                loop.remove_reader(sock)
+            # A server that is closed drops what it accepted in this turn of the loop.
+            loop.call_soon(server.close)
+        for connection in cast(set[_Protocol], self.server_state.connections).copy():
+            connection.leave()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._accepting is not None:  # before the socket is closed under it
             self._accepting.cancel()
             await asyncio.wait((self._accepting,))
+        if self._tls is not None:
+            await self._tls.end()
         await super().shutdown(sockets)
 
     def _make_protocol(self, refusal: str) -> asyncio.Protocol:
@@ -214,17 +238,17 @@ class HttpServer:
 
     @property
     def answering(self) -> int:
-        """How many POST requests have no whole answer yet."""
+        """How many POST requests have no whole answer yet, or may be on their way here."""
         connections = cast(set[_Protocol], self._server.server_state.connections)
-        return sum(
-            one.cycle is not None
-            and not one.cycle.response_complete
-            and one.cycle.scope["method"] == "POST"
-            for one in connections
-        )
+        return sum(one.is_expected for one in connections)
+
+    def end_connections(self) -> None:
+        """Close each connection behind its next answer: its client then makes a new one."""
+        self._server.end_connections()
 
     def accept_no_more(self) -> None:
-        """Close the port and idle connections; others are closed behind their answers."""
+        """Leave the port and close idle connections; others are closed behind their answers. The
+        port is closed where no other process has it."""
         self._server.close_port()
 
     async def stop(self, grace_s: float) -> None:

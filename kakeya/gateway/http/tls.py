@@ -39,6 +39,7 @@ class ServerTls:
         self._certificate, self._spare, self._key = certificate, spare, key
         self.is_plain_open = is_plain_open
         self._shown: tuple[bytes, bytes] = (b"", b"")
+        self._beginning: set[asyncio.Task[None]] = set()
         self.refresh()
 
     def refresh(self) -> None:
@@ -63,17 +64,25 @@ class ServerTls:
         self._shown = found
 
     async def accept(self, sock: socket.socket, make: MakeProtocol, limit_s: float) -> None:
-        """Accept connections for ever. The first byte and the handshake may take `limit_s`."""
+        """Accept connections until it is cancelled; those that were accepted begin all the same,
+        until `end`. The first byte and the handshake may take `limit_s`."""
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
-        async with asyncio.TaskGroup() as beginning:
-            while True:
-                try:
-                    connection, peer = await loop.sock_accept(sock)
-                except OSError:  # no descriptor is free, or the caller has left already
-                    await asyncio.sleep(_NO_ROOM_S)
-                    continue
-                beginning.create_task(self._begin(connection, str(peer[0]), make, limit_s))
+        while True:
+            try:
+                connection, peer = await loop.sock_accept(sock)
+            except OSError:  # no descriptor is free, or the caller has left already
+                await asyncio.sleep(_NO_ROOM_S)
+                continue
+            begun = asyncio.create_task(self._begin(connection, str(peer[0]), make, limit_s))
+            self._beginning.add(begun)
+            begun.add_done_callback(self._beginning.discard)
+
+    async def end(self) -> None:
+        """Close the connections that have not begun."""
+        for task in self._beginning:
+            task.cancel()
+        await asyncio.gather(*self._beginning, return_exceptions=True)
 
     async def _begin(
         self, connection: socket.socket, host: str, make: MakeProtocol, limit_s: float

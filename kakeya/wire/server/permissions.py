@@ -2,7 +2,7 @@
 
 No caller may call a method outside the table. Members are the nodes, clients send prompts, admins
 run the fleet; an admin may call everything but the methods by which nodes gossip, and hold copies
-of their clients' answers.
+of their clients' answers and their sessions.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "EmbedTexts": _MEMBERS,
         "HoldAnswer": _COPIES,
         "FindAnswer": _COPIES,
+    },
+    "kakeya.v1.SessionMoveService": {
+        "GiveSession": _COPIES,
+        "WarmSession": _COPIES,
+        "TakeSession": _COPIES,
     },
     "kakeya.v1.RuntimeService": {
         "CreateSession": _RUNTIME,

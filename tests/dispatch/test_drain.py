@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from kakeya.node.drain import NodeDrain
+from kakeya.dispatch.drain import NodeDrain
 from tests.fakes import FakeClock
 from tests.waiting import eventually
 
@@ -20,13 +20,13 @@ class Node:
         """Requests that came after the drain began."""
         self.answering = 0
         self.is_closed = False
+        self.is_taken = False
         self.begun: list[str] = []
         self.stopped = 0
         self.drain = NodeDrain(
             begin=self.begun.append,
             left=self.left,
-            close=self.close,
-            answering=lambda: self.answering,
+            port=lambda: self,
             stop=self.stop,
             clock=self.clock,
         )
@@ -111,3 +111,29 @@ async def test_a_drain_waits_for_requests_that_are_read_and_not_counted_yet() ->
     assert last.requests == 0
     assert 8.0 <= last.seconds < 8.5
     await eventually("it is stopped", lambda: node.stopped == 1)
+
+
+async def test_a_drain_keeps_the_port_until_another_node_has_it() -> None:
+    node = Node()
+    node.requests = 0
+
+    async def start() -> None:
+        await node.clock.sleep(20.0)
+        assert not node.is_closed
+        node.is_taken = True
+
+    starting = asyncio.create_task(start())
+    async with aclosing(node.drain.run(60, until_replaced=True)) as steps:
+        last = [step async for step in steps][-1]
+    await starting
+    assert node.is_closed
+    assert 20.0 <= last.seconds < 20.5
+
+
+async def test_a_drain_leaves_the_port_at_the_end_of_its_patience() -> None:
+    node = Node()
+    node.requests = 0
+    async with aclosing(node.drain.run(5, until_replaced=True)) as steps:
+        last = [step async for step in steps][-1]
+    assert node.is_closed
+    assert 5.0 <= last.seconds < 5.5

@@ -1,9 +1,9 @@
 """A node that is drained: it takes nothing new, lets what runs end, and stops.
 
 Requests that still reach it go to its peers, where they have the model, until those that ran before
-have ended. Then its port is closed, and it stops once the passed ones have ended, too. Its card
-offers nothing, so peers send nothing here, but they may fetch the KV of its conversations until it
-stops.
+have ended, and, where its owner wants that, until another node has its port. Then it leaves its
+port, and it stops once the passed ones have ended, too. Its card offers nothing, so peers send
+nothing here, but they may fetch the KV of its conversations until it stops.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kakeya.core.clock import Clock
 
@@ -28,40 +29,60 @@ class DrainStep:
     seconds: float
 
 
+class DrainedPort(Protocol):
+    """The HTTP port of a node that is drained."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the node that replaces it has the port."""
+        ...
+
+    @property
+    def answering(self) -> int:
+        """HTTP requests without a whole answer."""
+        ...
+
+    def close(self) -> None:
+        """Let no more come."""
+        ...
+
+
 class NodeDrain:
     """The drain of one node. `begin` stops new work, `left` counts the requests that are here and
-    came by a moment, `close` lets no more come, `answering` counts the HTTP requests without a
-    whole answer, `stop` ends the node."""
+    came by a moment, `port` is there once it began, `stop` ends the node."""
 
     def __init__(
         self,
         *,
         begin: Callable[[str], None],
         left: Callable[[float], int],
-        close: Callable[[], None],
-        answering: Callable[[], int],
+        port: Callable[[], DrainedPort],
         stop: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._begin = begin
         self._left = left
-        self._close = close
-        self._answering = answering
+        self._port = port
         self._stop = stop
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._began_mono = 0.0
         self._until_mono = 0.0
+        self._is_replaced = False
 
     @property
     def is_under_way(self) -> bool:
         """Whether the node takes nothing new any more."""
         return self._task is not None
 
-    async def run(self, patience_s: float) -> AsyncGenerator[DrainStep, None]:
-        """Drain, and yield at once and each second until nothing runs; a caller that leaves ends
-        nothing. A second call follows the same drain, with its own patience where that is less."""
+    async def run(
+        self, patience_s: float, *, until_replaced: bool = False
+    ) -> AsyncGenerator[DrainStep, None]:
+        """Drain, and yield at once and each second until nothing runs, and with `until_replaced`
+        until another node has the port; a caller that leaves ends nothing. A second call follows
+        the same drain, with its own patience where that is less."""
         now = self._clock.mono()
+        self._is_replaced |= until_replaced
         if self._task is None:
             self._began_mono, self._until_mono = now, now + patience_s
             self._begin(REASON)
@@ -79,17 +100,20 @@ class NodeDrain:
         return DrainStep(requests=self._running(), seconds=seconds)
 
     def _running(self) -> int:
-        return max(self._left(self._clock.mono()), self._answering())
+        return max(self._left(self._clock.mono()), self._port().answering)
 
     async def _wait(self) -> None:
         # Clients that ask all the time have no end; what they ask from now on runs at peers.
         await self._end_of(lambda: self._left(self._began_mono))
-        self._close()
-        # A request is answered for some time before it is counted: it is read and prepared first.
+        await self._end_of(lambda: self._is_replaced and not self._port().is_taken)
+        self._port().close()
+        # A request is answered for some time before it is counted: it is read and prepared first,
+        # and a connection that was just accepted is no connection yet.
+        await self._clock.sleep(_LOOK_S)
         await self._end_of(self._running)
         # The last step is told before the connection of the owner closes.
         asyncio.get_running_loop().call_later(_LOOK_S, self._stop)
 
-    async def _end_of(self, left: Callable[[], int]) -> None:
+    async def _end_of(self, left: Callable[[], object]) -> None:
         while left() and self._clock.mono() < self._until_mono:
             await self._clock.sleep(_LOOK_S)

@@ -1,0 +1,72 @@
+"""A listening port that one process gives to another: both then hold one socket.
+
+A connection that neither accepts waits in it, and none is refused while one of them has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from kakeya.core.errors import ConfigError
+from kakeya.core.settings import split_address
+from kakeya.wire.server.ports import listen
+
+_LIMIT_S = 5.0
+"""How long the other process may take to give the port away."""
+
+
+class PortHandover:
+    """Gives copies of a listening socket away, until `close`."""
+
+    def __init__(self, port: socket.socket) -> None:
+        self._port: socket.socket | None = port.dup()
+        self.is_taken = False
+        """Whether another process has the port."""
+
+    async def run(self, path: Path, opened: Callable[[], None]) -> None:
+        """Give the port to each process that asks at a unix socket; `opened`, which may block, is
+        called once one can ask. Never returns."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.setblocking(False)
+            door.bind(str(path))
+            door.listen()
+            await asyncio.to_thread(opened)
+            while True:
+                asked, _ = await asyncio.get_running_loop().sock_accept(door)
+                with asked, contextlib.suppress(OSError):  # it has left already
+                    if self._port is not None:
+                        socket.send_fds(asked, [b"port"], [self._port.fileno()])
+                        self.is_taken = True
+
+    def close(self) -> None:
+        """Hold the port no more. Later calls do nothing."""
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+
+def ask_for_port(path: Path, flag: str, address: str) -> socket.socket | None:
+    """The listening socket for HOST:PORT, from the process that gives it away, or a new one where
+    that has left it; None = it cannot be had now."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.settimeout(_LIMIT_S)
+        door.connect(str(path))
+        _, given, _, _ = socket.recv_fds(door, 16, 1)
+        for descriptor in given:
+            port = socket.socket(fileno=descriptor)
+            if _is_at(port, address):
+                return port
+            port.close()
+    with contextlib.suppress(ConfigError):
+        return listen(flag, address)
+    return None
+
+
+def _is_at(port: socket.socket, address: str) -> bool:
+    host, number = split_address(address)
+    found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return str(found[0][4][:2]) == str(port.getsockname()[:2])
