@@ -7,10 +7,10 @@ machines, and agents and links of the others, are killed, stopped, cut and resto
 nodes are drained and replaced. Each request must end with the answer of the undisturbed shelf, or
 be refused with a type and a time to come again.
 
-With --rolling four nodes on loopback serve 20 streaming clients, each with the addresses of all
-nodes; each node is drained and replaced in turn, by a node of the checkout --other, and that of
-the other by one of this checkout. With --one-address all clients have the address of the first
-node alone, and that one is replaced four times.
+With --rolling four nodes on loopback serve 20 streaming clients and four gRPC sessions, each with
+the addresses of all nodes; each node is drained and replaced in turn, by a node of the checkout
+--other, and that of the other by one of this checkout. With --one-address all clients have the
+address of the first node alone, and that one is replaced four times.
 
 .venv/bin/python -m benchmarks.shelf_drill [--minutes 10] [--seed N] [--keep FOLDER]
 .venv/bin/python -m benchmarks.shelf_drill --rolling [--one-address] [--other CHECKOUT]

@@ -2,7 +2,8 @@
 
 A client has a list of the nodes' addresses, begins at its own, and goes to the next one where it is
 refused or the port is closed; or all clients have the address of the first node alone, which is
-replaced again and again. A request that was taken has to end with its answer.
+replaced again and again. A request that was taken has to end with its answer. Sessions of gRPC go
+on turn after turn, wherever they are.
 
 The node that takes the place of another is started while that one is drained, and takes its port.
 """
@@ -22,10 +23,11 @@ import httpx
 
 from benchmarks.failover import MODEL, QUICK, Streamed
 from benchmarks.shelf_drill.clients import Form, Tally, ask, client_of, undisturbed
+from benchmarks.shelf_drill.sessions import SessionLoop, undisturbed_turns
 from kakeya.cli.child import NodeProcess
 from kakeya.node.datadir import is_left
 
-_NODES, _CLIENTS = 4, 20
+_NODES, _CLIENTS, _SESSIONS = 4, 20, 4
 _BETWEEN_S = 5.0
 
 
@@ -117,8 +119,14 @@ async def roll(folder: Path, other: Path, seed: int, *, has_one_address: bool) -
         await shelf.settled()
         async with client_of(shelf.nodes[0].http) as openai:
             known = await undisturbed(openai)
+        turns = await undisturbed_turns(shelf.nodes[0].grpc)
         addresses = [node.http for node in shelf.nodes]
+        ports = [node.grpc for node in shelf.nodes]
         clients = []
+        for own in range(_SESSIONS):
+            told = ports[:1] if has_one_address else ports[own:] + ports[:own]
+            loop = SessionLoop(told, turns, tally)
+            clients.append(asyncio.create_task(loop.run(over)))
         for number in range(_CLIENTS):
             own = number % _NODES
             told = addresses[:1] if has_one_address else addresses[own:] + addresses[:own]

@@ -22,6 +22,7 @@ from kakeya.v1 import (
     precache_pb2,
     runtime_pb2,
     serving_pb2,
+    sessions_pb2,
 )
 from kakeya.wire.channels import Keepalive
 from kakeya.wire.security import Caller, CertRole, TlsMaterial
@@ -39,6 +40,7 @@ FILES = (
     precache_pb2,
     runtime_pb2,
     serving_pb2,
+    sessions_pb2,
     health_pb2,
 )
 ANY_PORT = "127.0.0.1:0"

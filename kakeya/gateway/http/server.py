@@ -28,6 +28,9 @@ HEAD_S = 5.0
 HEAD_BYTES = 32 * KIB
 IDLE_S = 75.0
 """A kept-alive connection without a request; longer than common proxies keep theirs."""
+LAST_S = 1.0
+"""How long an idle connection may bring another request once its port was left: its client may have
+sent it before it knows."""
 LINGER_S = 5.0
 """How long bytes are still read behind a refusal: the system resets a connection that is closed
 before they are read, and the client loses the refusal."""
@@ -54,13 +57,19 @@ class _Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _goodbye: asyncio.TimerHandle | None = None
     _is_refused = False
+    _is_leaving = False
+    _is_parting = False
 
     @property
     def is_expected(self) -> bool:
-        """Whether a POST request has no whole answer, or the first request is on its way."""
+        """Whether a POST request has no whole answer, or a request may be on its way."""
+        if self.transport.is_closing():
+            return False
         if self.cycle is None:
-            return not self._is_refused and not self.transport.is_closing()
-        return not self.cycle.response_complete and self.cycle.scope["method"] == "POST"
+            return not self._is_refused
+        if self.cycle.response_complete:
+            return self._is_parting
+        return bool(self.cycle.scope["method"] == "POST")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,8 +80,23 @@ class _Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def leave(self) -> None:
-        """Close the connection unless its first request may be on its way, as `shutdown`."""
-        if self.cycle is not None:
+        """Close the connection once it is idle for a moment: a request may be on its way."""
+        self._is_leaving = True
+        if self.cycle is not None and self.cycle.response_complete:
+            self._part()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_leaving:
+            self._part()
+
+    def _part(self) -> None:
+        self._is_parting = True
+        self.loop.call_later(LAST_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        self._is_parting = False
+        if self.cycle is None or self.cycle.response_complete:
             self.shutdown()
 
     def shutdown(self) -> None:
@@ -194,11 +218,13 @@ class _Server(uvicorn.Server):
     def end_connections(self) -> None:
         """Have each connection closed behind its next answer, which says so."""
         closes = (b"connection", b"close")
-        self.config.encoded_headers.append(closes)
-        self.server_state.default_headers.append(closes)
+        if closes not in self.config.encoded_headers:
+            self.config.encoded_headers.append(closes)
+            self.server_state.default_headers.append(closes)
 
     def close_port(self) -> None:
         """Accept nothing any more, and serve what was accepted."""
+        self.end_connections()
         loop = asyncio.get_running_loop()
         if self._accepting is not None:
             self._accepting.cancel()

@@ -20,6 +20,7 @@ from kakeya.gateway.http.server import serve_http
 from tests.fakes import set_by
 from tests.gateway.toy import Directory, Pace, Router, ToyModel, make_folder, no_jobs, serving
 
+PLAIN = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 BODY = {"model": "toy", "prompt": "hi", "max_tokens": 20}
 
 
@@ -89,6 +90,28 @@ async def test_a_closed_port_takes_nothing_and_running_requests_end_without_a_li
         assert running.answering == 0
         assert answer.json()["usage"]["completion_tokens"] == 20
         assert answer.headers["connection"] == "close"
+
+
+async def test_a_connection_may_bring_one_more_request_when_the_port_is_left(folder):
+    """A client that sends while the port is left, on an old connection or a new one."""
+    model = ToyModel(folder)
+    async with listening(model) as (http, running):
+        host, port = http.base_url.host, http.base_url.port
+        old = await asyncio.open_connection(host, port)
+        fresh = await asyncio.open_connection(host, port)
+        old[1].write(PLAIN)
+        first = await old[0].readuntil(b"\r\n\r\n")
+        assert b"connection: close" not in first
+        await old[0].readexactly(int(first.split(b"content-length: ")[1].split()[0]))
+        running.accept_no_more()
+        assert running.answering
+        for reader, writer in (old, fresh):
+            writer.write(PLAIN)
+            answer = await reader.read()  # to its end: it is the last one
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in answer
+            writer.close()
+        assert running.answering == 0
 
 
 async def test_a_stream_that_a_stop_cuts_off_is_told_so(folder):

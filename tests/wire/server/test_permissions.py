@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "kakeya.v1.DoctorService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.ServingService/HoldAnswer": {MEMBER, "loopback"},
     "kakeya.v1.ServingService/FindAnswer": {MEMBER, "loopback"},
+    "kakeya.v1.SessionMoveService": {MEMBER, "loopback"},
     "kakeya.v1.ServingService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.RuntimeService": {CLIENT, ADMIN, "loopback"},
     "kakeya.v1.PrecacheService/Wipe": {ADMIN},
