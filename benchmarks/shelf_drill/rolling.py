@@ -78,7 +78,8 @@ class RollingShelf:
         self._checkouts[number] = self._checkouts[(number + 1) % _NODES]
         self.nodes[number] = fresh = self.make(number)
         starting = asyncio.create_task(fresh.__aenter__())
-        await child.wait()
+        if await child.wait():
+            raise SystemExit(f"node {number} could not be drained: it runs a checkout without this")
         status, left_mono = await node.wait(), time.monotonic()
         await starting
         print(

@@ -23,6 +23,7 @@
       Denied               the caller is known, and may not do this
       PeerError            another node or a child process
         PeerUnavailable    the peer does not answer
+          SessionMoved     the session is at another node, and this one leaves
         PeerProtocol       the peer sent an answer that no correct peer sends
       LoadFailed           a model could not be loaded; the next request tries again
       StoreFailed          state shared on disk or in Redis cannot be read or written now
@@ -211,6 +212,13 @@ class PeerUnavailable(PeerError):
 
     code = "unavailable"
     retryable = True
+
+
+class SessionMoved(PeerUnavailable):
+    """The session is at the node with this `address` of gRPC, and the node that was asked leaves."""
+
+    code = "session_moved"
+    address = ""
 
 
 class PeerProtocol(PeerError):

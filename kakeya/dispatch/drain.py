@@ -49,7 +49,8 @@ class DrainedPort(Protocol):
 
 class NodeDrain:
     """The drain of one node. `begin` stops new work, `left` counts the requests that are here and
-    came by a moment, `port` is there once it began, `stop` ends the node."""
+    came by a moment, `port` is there once it began, `close` has it pass on no more, `stop` ends the
+    node."""
 
     def __init__(
         self,
@@ -57,12 +58,14 @@ class NodeDrain:
         begin: Callable[[str], None],
         left: Callable[[float], int],
         port: Callable[[], DrainedPort],
+        close: Callable[[], None],
         stop: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._begin = begin
         self._left = left
         self._port = port
+        self._close = close
         self._stop = stop
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
@@ -107,6 +110,7 @@ class NodeDrain:
         await self._end_of(lambda: self._left(self._began_mono))
         await self._end_of(lambda: self._is_replaced and not self._port().is_taken)
         self._port().close()
+        self._close()
         # A request is answered for some time before it is counted: it is read and prepared first,
         # and a connection that was just accepted is no connection yet.
         await self._clock.sleep(_LOOK_S)

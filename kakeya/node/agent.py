@@ -14,9 +14,9 @@ import asyncio
 import logging
 import os
 import random
-import socket
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, replace
+from socket import socket
 from typing import Self
 
 from kakeya.backends.awake import StayAwake
@@ -32,7 +32,7 @@ from kakeya.core.host import (
     unified_memory_bytes,
 )
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor
+from kakeya.core.tasks import Supervisor, sleep_or_wake
 from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.jobs import node_jobs
 from kakeya.dispatch.registry import TaskRegistry
@@ -72,8 +72,7 @@ _log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """How long running calls may go on after a stop signal."""
 _FAREWELL_S = 1.0
-_HEARD_S = 1.0
-"""How long a start waits for its first round of gossip; one without peers is over at once."""
+_HEARD_S = 1.0  # for the first round of gossip; one without peers is over at once
 _STUCK = "loop"
 """The cause of a hold: the whole node does not serve."""
 
@@ -88,11 +87,7 @@ class Agent:
     """
 
     def __init__(
-        self,
-        config: NodeConfig,
-        engine_command: EngineCommand,
-        home: DataDir,
-        port: socket.socket | None = None,
+        self, config: NodeConfig, command: EngineCommand, home: DataDir, port: socket | None = None
     ) -> None:
         self._port = port
         self._config = config
@@ -105,12 +100,11 @@ class Agent:
         self._changed = asyncio.Event()
         self._changed.set()
         self._heard = asyncio.Event()
-        """Set by the first round of gossip."""
         self._memory = NodeMemory(
             config.memory,
             config.models,
             EngineSetup(
-                command=engine_command,
+                command=command,
                 options=EngineOptions(max_running=config.chosen.rows),
                 sockets=sockets_folder(self._folder),
                 wait_s=config.chosen.wait_s,
@@ -232,8 +226,7 @@ class Agent:
         self._plane.start(self._tasks)
         await self._memory.start(self._tasks, self.node_id)
         # Until the own models are loaded, peers answer: none is known before the first round.
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._heard.wait(), _HEARD_S)
+        await sleep_or_wake(self._clock, _HEARD_S, self._heard)
         self._http = await stack.enter_async_context(self._serve_http())
         self._jobs.start(self._tasks)
         self._services.start(self._tasks, self._changed.set)

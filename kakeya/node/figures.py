@@ -106,6 +106,7 @@ def state_figures(failures: int) -> Iterator[Figure]:
 def session_figures(stats: RuntimeStats) -> Iterator[Figure]:
     """Sessions and generations over gRPC."""
     yield gauge("kakeya_sessions", "Sessions now", stats.sessions.active)
+    yield counter("kakeya_sessions_taken", "Sessions from other nodes", stats.sessions.taken)
     yield gauge("kakeya_generates_running", "Generate calls now", stats.generates_running)
     yield counter(
         "kakeya_generates{end}",
@@ -123,6 +124,7 @@ def session_figures(stats: RuntimeStats) -> Iterator[Figure]:
         {
             "closed": stats.sessions.closed,
             "expired": stats.sessions.expired,
+            "moved": stats.sessions.given,
             "failed": stats.sessions.failed,
             "refused": stats.sessions.refused,
         },

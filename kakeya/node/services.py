@@ -157,6 +157,7 @@ class Services:
             begin=self._begin_drain,
             left=lambda mono: self.clients.begun_by(mono) + self.mover.leaving,
             port=port,
+            close=self.mover.close,
             stop=lambda: os.kill(os.getpid(), signal.SIGTERM),
             clock=clock,
         )

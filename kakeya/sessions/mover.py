@@ -19,7 +19,7 @@ from hashlib import sha256
 from weakref import WeakValueDictionary
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Conflict, KakeyaError, NotFound, Refused
+from kakeya.core.errors import Conflict, KakeyaError, NotFound, Refused, SessionMoved
 from kakeya.core.ids import SessionId
 from kakeya.core.log import event
 from kakeya.core.units import pack_ids
@@ -67,10 +67,11 @@ class SessionMover:
         self._first: set[SessionId] = set()
         """Those of the moment when the node began to leave, until they have moved once."""
         self._warming = 0
+        self._is_closed = False
+        self._places: dict[str, SessionPeer] = {}
+        """The peers that sessions were given to, by the ids of these."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self.given = self.taken = 0
-        """Sessions that moved to peers, and from peers to here."""
         store.on_idle = self._idle
 
     # A node that leaves
@@ -84,6 +85,15 @@ class SessionMover:
             self._first.add(session.session_id)
             if not session.is_busy:
                 self._idle(session)
+
+    def close(self) -> None:
+        """Pass nothing on any more: a client that asks for a session is told its node."""
+        self._is_closed = True
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether this node leaves, and passes on what it is asked."""
+        return self._is_leaving and not self._is_closed
 
     @property
     def leaving(self) -> int:
@@ -160,7 +170,7 @@ class SessionMover:
                     last = failure
                 else:
                     self._store.forget(session)
-                    self.given += 1
+                    self._places[session.session_id] = peer
                     return peer
         raise last
 
@@ -193,7 +203,6 @@ class SessionMover:
             raise Refused(f"the weights of {moved.model_id} here are not those of the session")
         model = self._models.get(moved.model_id, moved.client)
         self._store.adopt(moved, model, own.facts)
-        self.taken += 1
 
     async def warm(self, session_id: str) -> Warmed:
         """Have the KV of a session warm. Raises NotFound."""
@@ -219,21 +228,33 @@ class SessionMover:
             moved = self._moved(session)
             if remove:
                 self._store.forget(session)
-                self.given += 1
         return moved
 
     async def bring(self, session_id: str) -> None:
         """Have a session here, if any node has it. Raises the errors of its model, Conflict while
-        an operation runs on it elsewhere."""
+        an operation runs on it elsewhere, SessionMoved where this node only ends what it began."""
         while (session := self._store.find(session_id)) is not None:
             if session.operation != MOVING:
                 return
             await session.idle.wait()
         if not is_session_id(session_id):
             return
+        if self._is_closed:
+            raise self._moved_to(session_id)
         async with self._locks.setdefault(session_id, asyncio.Lock()):
             if self._store.find(session_id) is None:
                 await self._bring(session_id)
+
+    def _moved_to(self, session_id: str) -> SessionMoved:
+        peer = self._places.get(session_id)
+        where = f"is at {peer.name} ({peer.address})" if peer is not None else "is not here"
+        moved = SessionMoved(
+            f"session {session_id} {where}, and this node stops: ask there, at any other node, or "
+            "here again once it is replaced",
+            retry_after_s=1.0,
+        )
+        moved.address = "" if peer is None else peer.address
+        return moved
 
     async def _bring(self, session_id: str) -> None:
         with contextlib.suppress(TimeoutError):
@@ -269,7 +290,6 @@ class SessionMover:
         # What it has now: an operation may have run on it meanwhile.
         moved = await peer.take(moved.session_id, remove=True)
         self._store.adopt(moved, model, facts)
-        self.taken += 1
         event(
             _log,
             "session taken over",

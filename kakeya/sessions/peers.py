@@ -33,6 +33,11 @@ class SessionPeer(Protocol):
         """For people."""
         ...
 
+    @property
+    def address(self) -> str:
+        """Its HOST:PORT of gRPC."""
+        ...
+
     async def give(self, session: MovedSession) -> None:
         """Have it take a session over."""
         ...
@@ -61,8 +66,8 @@ class SessionPeers(Protocol):
 class RemotePeer:
     """A `SessionPeer` over a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
-        self.name = name
+    def __init__(self, channel: grpc.aio.Channel, name: str, address: str) -> None:
+        self.name, self.address = name, address
         self._stub: SessionMoveServiceAsyncStub = SessionMoveServiceStub(channel)
 
     async def give(self, session: MovedSession) -> None:
@@ -111,7 +116,7 @@ class FleetPeers:
             address = plane.routes.address_for(card)
             if address and not plane.why_not_dial(address):
                 channel = plane.channels.get(address, card.node_id)
-                peer = RemotePeer(channel, card.label or card.node_id)
+                peer = RemotePeer(channel, card.label or card.node_id, address)
                 found.append((card.node_id in suspects, peer))
         return [peer for _, peer in sorted(found, key=lambda one: one[0])]
 

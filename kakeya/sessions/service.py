@@ -208,7 +208,7 @@ class RuntimeService(RuntimeServiceServicer):
     async def _create(self, request: pb.CreateSessionRequest, context: Context) -> Session:
         time_left_s, client = context.time_remaining(), client_of(context)
         priority = read_priority(context.invocation_metadata() or ())
-        if self._draining:
+        if self._draining and not (self._mover and self._mover.passes_on):
             raise Refused(f"this node takes no new sessions: {self._draining}")
         model = self._models.get(request.model_id, client)
         self._store.check_room()
@@ -222,6 +222,7 @@ class RuntimeService(RuntimeServiceServicer):
             label=request.client_label,
         )
         session.client = client
+        self._store.on_idle(session)
         return session
 
     async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:

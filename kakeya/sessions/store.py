@@ -54,6 +54,10 @@ class SessionCounts:
     expired: int = 0
     failed: int = 0
     refused: int = 0
+    given: int = 0
+    """To other nodes."""
+    taken: int = 0
+    """From other nodes."""
 
 
 class SessionStore:
@@ -65,6 +69,7 @@ class SessionStore:
         self._limits = limits
         self._sessions: dict[SessionId, Session] = {}
         self._created = self._closed = self._expired = self._failed = self._refused = 0
+        self._given = self._taken = 0
         self.on_idle: Callable[[Session], None] = lambda _: None
         """Called when an operation on a session has ended, if it is no move."""
 
@@ -83,6 +88,8 @@ class SessionStore:
             expired=self._expired,
             failed=self._failed,
             refused=self._refused,
+            given=self._given,
+            taken=self._taken,
         )
 
     def sessions(self) -> tuple[Session, ...]:
@@ -195,10 +202,12 @@ class SessionStore:
         session.label, session.client = moved.label, moved.client
         session.used_mono -= min(moved.idle_s, self._limits.idle_ttl_s)
         session.extend(moved.history)
+        self._taken += 1
 
     def forget(self, session: Session) -> None:
         """Remove a session that is at another node now."""
-        self._sessions.pop(session.session_id, None)
+        if self._sessions.pop(session.session_id, None) is not None:
+            self._given += 1
 
     def close(self, session_id: str) -> Session:
         """Remove a session and return it. Raises NotFound, or Conflict while it is in use."""

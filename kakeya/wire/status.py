@@ -59,6 +59,7 @@ _NAMED = {
 _LONGEST_WAIT_S = 3600.0
 """The longest wait that a peer's error may ask of its caller."""
 _LONGEST_PARAM = 200
+_MOVED_TO = "kakeya-moved-to"
 
 
 def status_of(error: errors.KakeyaError) -> grpc.StatusCode:
@@ -106,6 +107,8 @@ def error_from_status(
         failure = kind(words)
     if isinstance(failure, errors.InvalidArgument):
         failure.param = unquote(said.get("kakeya-param", ""))[:_LONGEST_PARAM] or None
+    if isinstance(failure, errors.SessionMoved):
+        failure.address = unquote(said.get(_MOVED_TO, ""))[:_LONGEST_PARAM]
     failure.retry_after_s = _wait_of(said)
     return failure
 
@@ -140,6 +143,8 @@ def metadata_of(error: errors.KakeyaError) -> tuple[tuple[str, str], ...]:
         pairs.append(("kakeya-retry-after-ms", f"{1000 * wait_s:.0f}"))
     if isinstance(error, errors.InvalidArgument) and error.param:
         pairs.append(("kakeya-param", quote(error.param[:_LONGEST_PARAM], safe="[]")))
+    if isinstance(error, errors.SessionMoved):
+        pairs.append((_MOVED_TO, quote(error.address[:_LONGEST_PARAM], safe="[]:")))
     return tuple(pairs)
 
 

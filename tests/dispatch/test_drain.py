@@ -27,6 +27,7 @@ class Node:
             begin=self.begun.append,
             left=self.left,
             port=lambda: self,
+            close=lambda: None,
             stop=self.stop,
             clock=self.clock,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from kakeya.core.errors import Conflict
 from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.node.datadir import DataDir, is_left
 from kakeya.node.handover import DrainedHttp, take_place
+from kakeya.wire.server.port_handover import PortHandover, ask_for_port
 from kakeya.wire.server.ports import listen
 from tests.node.nodes import QUICK, VERIFIER, NodeProcess, model_state, offers, seen_by
 from tests.waiting import eventually, until
@@ -74,6 +76,26 @@ async def test_connections_wait_in_the_port_between_two_nodes(tmp_path: Path) ->
     async with serving(taken, "new"):
         assert await asyncio.gather(*held) == ["new"] * CLIENTS
     await asyncio.to_thread(home.close)
+
+
+async def test_a_port_is_given_to_one_process(tmp_path: Path) -> None:
+    port = await asyncio.to_thread(listen, "--http", LOOPBACK)
+    handover, path = PortHandover(port), tmp_path / "port.sock"
+    opened = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    running = asyncio.create_task(handover.run(path, lambda: loop.call_soon_threadsafe(opened.set)))
+    await opened.wait()
+    ask = functools.partial(asyncio.to_thread, ask_for_port, path, "--http")
+    first = await ask(address_of(port))
+    assert first is not None
+    assert address_of(first) == address_of(port)
+    with pytest.raises(Conflict, match="taken over by another process"):
+        await ask(address_of(port))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    handover.close()
+    for one in (first, port):
+        one.close()
 
 
 async def test_without_a_successor_the_port_is_closed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.clock import SystemClock
-from kakeya.core.errors import Conflict, NotFound
+from kakeya.core.errors import Conflict, NotFound, Refused, SessionMoved
 from kakeya.prefix.seam import NoPrecache, PrefixClaim, TokenSource, Warmed, WarmOutcome, WarmReport
 from kakeya.sessions.client import Client
 from kakeya.sessions.move_service import SessionMoveService
@@ -104,7 +104,7 @@ class Reached:
     """A `SessionPeer` in this process, over the messages of the wire."""
 
     def __init__(self, place: Place) -> None:
-        self.name = "near"
+        self.name = self.address = "near"
         self._place = place
 
     async def give(self, session: MovedSession) -> None:
@@ -130,13 +130,14 @@ class Shelf:
 async def shelf(*places: Place) -> AsyncIterator[Shelf]:
     """Nodes that know each other, each with a client."""
     async with AsyncExitStack() as stack:
-        servers, channels, clients = [], [], []
+        servers, channels, clients, addresses = [], [], [], []
         for place in places:
             server = grpc.aio.server()
             add_RuntimeServiceServicer_to_server(place.service, server)
             add_SessionMoveServiceServicer_to_server(SessionMoveService(place.mover), server)
             address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
             await server.start()
+            addresses.append(address)
             stack.push_async_callback(server.stop, 0)
             stack.push_async_callback(place.mover.aclose)
             await stack.enter_async_context(place.service)
@@ -145,7 +146,7 @@ async def shelf(*places: Place) -> AsyncIterator[Shelf]:
             servers.append(server)
         for at, place in enumerate(places):
             place.peers.nodes = [
-                RemotePeer(channel, f"node {number}")
+                RemotePeer(channel, f"node {number}", addresses[number])
                 for number, channel in enumerate(channels)
                 if number != at
             ]
@@ -184,6 +185,11 @@ async def test_a_session_goes_on_at_a_drained_node_and_then_at_the_peer_that_has
         assert await turn(session, MORE, 4) == two
         await old.mover.settled()
         assert [len(place.store.sessions()) for place in nodes.places] == [0, 1]
+        # Then it tells where the session is.
+        old.mover.close()
+        with pytest.raises(SessionMoved, match="is at node 1") as moved:
+            await session.append(MORE)
+        assert moved.value.address == nodes.places[0].peers.nodes[0].address
         await nodes.servers[0].stop(0)
         there = await nodes.clients[1].resume_session(session.session_id)
         assert await turn(there, PROMPT, 3) == three
@@ -201,7 +207,7 @@ async def test_a_client_that_comes_to_a_third_node_finds_its_session() -> None:
         there = await nodes.clients[2].resume_session(session.session_id)
         assert await turn(there, MORE, 4) == two
         assert [len(place.store.sessions()) for place in nodes.places] == [0, 0, 1]
-        assert (nodes.places[0].mover.given, nodes.places[2].mover.taken) == (1, 1)
+        assert nodes.places[0].store.counts.given == nodes.places[2].store.counts.taken == 1
 
 
 async def test_an_operation_that_runs_ends_before_its_session_moves() -> None:
@@ -244,6 +250,19 @@ async def test_a_node_that_leaves_takes_no_session_over() -> None:
         assert len(nodes.places[0].store.sessions()) == 1
 
 
+async def test_a_session_that_is_opened_at_a_node_that_leaves_is_given_away_at_once() -> None:
+    async with shelf(Place(1), Place(2)) as nodes:
+        old, peer = nodes.places
+        old.mover.leave()
+        old.service.drain("it is drained")
+        session = await nodes.clients[0].create_session()
+        await until(lambda: len(peer.store.sessions()) == 1)
+        assert await turn(session, PROMPT, 3) == whole((PROMPT, 3))[0]
+        old.mover.close()
+        with pytest.raises(Refused, match="it is drained"):
+            await nodes.clients[0].create_session()
+
+
 async def test_a_session_in_use_elsewhere_is_not_taken() -> None:
     async with shelf(Place(1), Place(2)) as nodes:
         session = await nodes.clients[0].create_session()
@@ -258,7 +277,7 @@ async def test_what_is_no_id_of_a_session_is_asked_of_no_node() -> None:
     place = Place(1)
 
     class Unasked:
-        name = "unasked"
+        name = address = "unasked"
 
         async def take(self, session_id: str, *, remove: bool) -> MovedSession:
             raise AssertionError(session_id)

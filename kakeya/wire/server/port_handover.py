@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from kakeya.core.errors import ConfigError
+from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.settings import split_address
 from kakeya.wire.server.ports import listen
 
+_TAKEN = b"taken"
 _LIMIT_S = 5.0
 """How long the other process may take to give the port away."""
 
 
 class PortHandover:
-    """Gives copies of a listening socket away, until `close`."""
+    """Gives a listening socket to one process, until `close`."""
 
     def __init__(self, port: socket.socket) -> None:
         self._port: socket.socket | None = port.dup()
@@ -28,8 +30,8 @@ class PortHandover:
         """Whether another process has the port."""
 
     async def run(self, path: Path, opened: Callable[[], None]) -> None:
-        """Give the port to each process that asks at a unix socket; `opened`, which may block, is
-        called once one can ask. Never returns."""
+        """Give the port to the first process that asks at a unix socket; `opened`, which may block,
+        is called once one can ask. Never returns."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
             door.setblocking(False)
             door.bind(str(path))
@@ -38,7 +40,9 @@ class PortHandover:
             while True:
                 asked, _ = await asyncio.get_running_loop().sock_accept(door)
                 with asked, contextlib.suppress(OSError):  # it has left already
-                    if self._port is not None:
+                    if self.is_taken:
+                        asked.send(_TAKEN)
+                    elif self._port is not None:
                         socket.send_fds(asked, [b"port"], [self._port.fileno()])
                         self.is_taken = True
 
@@ -51,12 +55,15 @@ class PortHandover:
 
 def ask_for_port(path: Path, flag: str, address: str) -> socket.socket | None:
     """The listening socket for HOST:PORT, from the process that gives it away, or a new one where
-    that has left it; None = it cannot be had now."""
+    that has left it; None = it cannot be had now. Raises Conflict where another process has it."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.settimeout(_LIMIT_S)
         door.connect(str(path))
-        _, given, _, _ = socket.recv_fds(door, 16, 1)
+        said, given, _, _ = socket.recv_fds(door, 16, 1)
+        if said == _TAKEN:
+            raise Conflict(f"{flag} {address} is taken over by another process already; stop that")
         for descriptor in given:
+            os.set_inheritable(descriptor, False)
             port = socket.socket(fileno=descriptor)
             if _is_at(port, address):
                 return port
