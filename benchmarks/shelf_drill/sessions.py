@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.failover import MODEL
 from benchmarks.shelf_drill.clients import Tally
-from kakeya.core.errors import KakeyaError, NotFound, PeerUnavailable, Refused, SessionMoved
+from kakeya.core.errors import KakeyaError, NotFound, PeerUnavailable, Refused
 from kakeya.sessions.client import Client, ClientSession
 
 KIND = "session turn"
@@ -87,5 +87,5 @@ class SessionLoop:
         self._tally.refusals[f"gRPC {why.code}"] += 1
         await self._client.aclose()
         await asyncio.sleep(_AGAIN_S)
-        told = why.address if isinstance(why, SessionMoved) else ""
+        told = why.moved_to if isinstance(why, PeerUnavailable) else ""
         self._client = Client(told or next(self._addresses))

@@ -23,7 +23,6 @@
       Denied               the caller is known, and may not do this
       PeerError            another node or a child process
         PeerUnavailable    the peer does not answer
-          SessionMoved     the session is at another node, and this one leaves
         PeerProtocol       the peer sent an answer that no correct peer sends
       LoadFailed           a model could not be loaded; the next request tries again
       StoreFailed          state shared on disk or in Redis cannot be read or written now
@@ -208,17 +207,11 @@ class PeerError(KakeyaError):
 
 
 class PeerUnavailable(PeerError):
-    """The peer does not answer."""
+    """The peer does not answer, or leaves: `moved_to`, if known, is the HOST:PORT to ask then."""
 
     code = "unavailable"
     retryable = True
-
-
-class SessionMoved(PeerUnavailable):
-    """The session is at the node with this `address` of gRPC, and the node that was asked leaves."""
-
-    code = "session_moved"
-    address = ""
+    moved_to = ""
 
 
 class PeerProtocol(PeerError):

@@ -49,15 +49,14 @@ class DrainedPort(Protocol):
 
 class NodeDrain:
     """The drain of one node. `begin` stops new work, `left` counts the requests that are here and
-    came by a moment, `port` is there once it began, `close` has it pass on no more, `stop` ends the
-    node."""
+    came by a moment, `close` has it pass on no more, `stop` ends the node."""
 
     def __init__(
         self,
         *,
         begin: Callable[[str], None],
         left: Callable[[float], int],
-        port: Callable[[], DrainedPort],
+        port: DrainedPort,
         close: Callable[[], None],
         stop: Callable[[], None],
         clock: Clock,
@@ -103,13 +102,13 @@ class NodeDrain:
         return DrainStep(requests=self._running(), seconds=seconds)
 
     def _running(self) -> int:
-        return max(self._left(self._clock.mono()), self._port().answering)
+        return max(self._left(self._clock.mono()), self._port.answering)
 
     async def _wait(self) -> None:
         # Clients that ask all the time have no end; what they ask from now on runs at peers.
         await self._end_of(lambda: self._left(self._began_mono))
-        await self._end_of(lambda: self._is_replaced and not self._port().is_taken)
-        self._port().close()
+        await self._end_of(lambda: self._is_replaced and not self._port.is_taken)
+        self._port.close()
         self._close()
         # A request is answered for some time before it is counted: it is read and prepared first,
         # and a connection that was just accepted is no connection yet.

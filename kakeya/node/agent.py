@@ -210,8 +210,8 @@ class Agent:
             resume_bytes=self._config.listen.http_resume_bytes,
             warm_nodes=self._config.precache.warm_nodes,
             dispatch=self._memory.dispatch,
-            on_drain=self._drain_begins,
-            port=lambda: self._handover,
+            on_drain=self._changed.set,
+            port=DrainedHttp(self._home, self._http_socket, lambda: self._http),
             heard=self._heard.wait,
             health=self._health,
             clock=self._clock,
@@ -391,11 +391,6 @@ class Agent:
             if self._services.draining.is_under_way:
                 offer = replace(offer, models=())
             self._plane.gossip.announce(offer)
-
-    def _drain_begins(self) -> None:
-        self._changed.set()
-        self._handover = DrainedHttp(self._home, self._http_socket, self._http)
-        self._tasks.start("port handover", self._handover.run)
 
     def _suspect_failed_drafters(self, usage: Usage) -> None:
         """Ask a peer that just failed for no draft until gossip finds that it answers."""

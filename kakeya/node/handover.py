@@ -28,7 +28,8 @@ _HTTP = "--http"
 class DrainedHttp:
     """The HTTP port of a node that is drained: a `DrainedPort`."""
 
-    def __init__(self, home: DataDir, port: socket.socket, http: HttpServer) -> None:
+    def __init__(self, home: DataDir, port: socket.socket, http: Callable[[], HttpServer]) -> None:
+        """`http` is there once it serves."""
         self._home = home
         self._http = http
         self._handover = PortHandover(port)
@@ -41,18 +42,18 @@ class DrainedHttp:
     @property
     def answering(self) -> int:
         """HTTP requests without a whole answer."""
-        return self._http.answering
+        return self._http().answering
 
     async def run(self) -> None:
         """Give the port away, and have clients make new connections. Never returns."""
-        self._http.end_connections()
+        self._http().end_connections()
         path = await asyncio.to_thread(_socket, self._home.folder)
         await self._handover.run(path, self._home.leave)
 
     def close(self) -> None:
         """Accept no more; without a successor the port is closed."""
         self._handover.close()
-        self._http.accept_no_more()
+        self._http().accept_no_more()
 
 
 def _socket(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.dispatch.clients import Clients
-from kakeya.dispatch.drain import DrainedPort, NodeDrain
+from kakeya.dispatch.drain import NodeDrain
 from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.service import ServingService
@@ -35,6 +35,7 @@ from kakeya.node.control import ControlService, NoFleet
 from kakeya.node.directory import VerifierDirectory
 from kakeya.node.doctor import Doctor
 from kakeya.node.fleet import NodeFleet
+from kakeya.node.handover import DrainedHttp
 from kakeya.node.pages import NodePages
 from kakeya.prefix.peers.peers import PrefixPeers
 from kakeya.prefix.warm.ahead import NodePrecache
@@ -79,7 +80,7 @@ class Services:
         warm_nodes: int,
         dispatch: Callable[[str, int | None], str],
         on_drain: Callable[[], None],
-        port: Callable[[], DrainedPort],
+        port: DrainedHttp,
         heard: Callable[[], Awaitable[object]],
         health: NodeHealth,
         clock: Clock,
@@ -153,6 +154,7 @@ class Services:
         self._streams = DraftStreamService(self._proposers, clock=clock)
         self.doctor = Doctor(plane, data_dir, clock=clock, environ=os.environ)
         self._on_drain = on_drain
+        self._port = port
         self.draining = NodeDrain(
             begin=self._begin_drain,
             left=lambda mono: self.clients.begun_by(mono) + self.mover.leaving,
@@ -184,6 +186,7 @@ class Services:
 
     def start(self, supervisor: Supervisor, on_change: Callable[[], None]) -> None:
         """Start background work; `on_change` is called when the card needs new facts."""
+        self._tasks = supervisor
         if self._shares_prefixes:
             self.peers.start(supervisor, on_change)
         self.declared_copies.start(supervisor)
@@ -210,6 +213,7 @@ class Services:
         self.models.drain(reason)
         self.mover.leave()
         self._health.hold("drain", reason)
+        self._tasks.start("port handover", self._port.run)
         self._on_drain()
 
     def drain(self, reason: str) -> None:

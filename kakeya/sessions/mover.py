@@ -19,7 +19,7 @@ from hashlib import sha256
 from weakref import WeakValueDictionary
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Conflict, KakeyaError, NotFound, Refused, SessionMoved
+from kakeya.core.errors import Conflict, KakeyaError, NotFound, PeerUnavailable, Refused
 from kakeya.core.ids import SessionId
 from kakeya.core.log import event
 from kakeya.core.units import pack_ids
@@ -232,7 +232,7 @@ class SessionMover:
 
     async def bring(self, session_id: str) -> None:
         """Have a session here, if any node has it. Raises the errors of its model, Conflict while
-        an operation runs on it elsewhere, SessionMoved where this node only ends what it began."""
+        an operation runs on it elsewhere, PeerUnavailable where this node begins nothing."""
         while (session := self._store.find(session_id)) is not None:
             if session.operation != MOVING:
                 return
@@ -245,15 +245,15 @@ class SessionMover:
             if self._store.find(session_id) is None:
                 await self._bring(session_id)
 
-    def _moved_to(self, session_id: str) -> SessionMoved:
+    def _moved_to(self, session_id: str) -> PeerUnavailable:
         peer = self._places.get(session_id)
         where = f"is at {peer.name} ({peer.address})" if peer is not None else "is not here"
-        moved = SessionMoved(
+        moved = PeerUnavailable(
             f"session {session_id} {where}, and this node stops: ask there, at any other node, or "
             "here again once it is replaced",
             retry_after_s=1.0,
         )
-        moved.address = "" if peer is None else peer.address
+        moved.moved_to = "" if peer is None else peer.address
         return moved
 
     async def _bring(self, session_id: str) -> None:

@@ -107,8 +107,8 @@ def error_from_status(
         failure = kind(words)
     if isinstance(failure, errors.InvalidArgument):
         failure.param = unquote(said.get("kakeya-param", ""))[:_LONGEST_PARAM] or None
-    if isinstance(failure, errors.SessionMoved):
-        failure.address = unquote(said.get(_MOVED_TO, ""))[:_LONGEST_PARAM]
+    if isinstance(failure, errors.PeerUnavailable) and (moved_to := said.get(_MOVED_TO)):
+        failure.moved_to = unquote(moved_to)[:_LONGEST_PARAM]
     failure.retry_after_s = _wait_of(said)
     return failure
 
@@ -143,8 +143,8 @@ def metadata_of(error: errors.KakeyaError) -> tuple[tuple[str, str], ...]:
         pairs.append(("kakeya-retry-after-ms", f"{1000 * wait_s:.0f}"))
     if isinstance(error, errors.InvalidArgument) and error.param:
         pairs.append(("kakeya-param", quote(error.param[:_LONGEST_PARAM], safe="[]")))
-    if isinstance(error, errors.SessionMoved):
-        pairs.append((_MOVED_TO, quote(error.address[:_LONGEST_PARAM], safe="[]:")))
+    if isinstance(error, errors.PeerUnavailable) and error.moved_to:
+        pairs.append((_MOVED_TO, quote(error.moved_to[:_LONGEST_PARAM], safe="[]:")))
     return tuple(pairs)
 
 

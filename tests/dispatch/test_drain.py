@@ -26,7 +26,7 @@ class Node:
         self.drain = NodeDrain(
             begin=self.begun.append,
             left=self.left,
-            port=lambda: self,
+            port=self,
             close=lambda: None,
             stop=self.stop,
             clock=self.clock,

@@ -54,7 +54,7 @@ async def test_connections_wait_in_the_port_between_two_nodes(tmp_path: Path) ->
     address, loaded = address_of(port), asyncio.Event()
     loop = asyncio.get_running_loop()
     async with serving(port, "old") as server:
-        handover = DrainedHttp(old, port, server)
+        handover = DrainedHttp(old, port, lambda: server)
         giving = asyncio.create_task(handover.run())
         await eventually("it says that it leaves", lambda: is_left(tmp_path))
         taking = asyncio.create_task(
@@ -103,7 +103,7 @@ async def test_without_a_successor_the_port_is_closed(tmp_path: Path) -> None:
     port = await asyncio.to_thread(listen, "--http", LOOPBACK)
     address = address_of(port)
     async with serving(port, "old") as server:
-        handover = DrainedHttp(home, port, server)
+        handover = DrainedHttp(home, port, lambda: server)
         assert await asyncio.to_thread(ask, address) == "old"
         handover.close()
         await asyncio.sleep(0)

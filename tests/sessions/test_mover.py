@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.clock import SystemClock
-from kakeya.core.errors import Conflict, NotFound, Refused, SessionMoved
+from kakeya.core.errors import Conflict, NotFound, PeerUnavailable, Refused
 from kakeya.prefix.seam import NoPrecache, PrefixClaim, TokenSource, Warmed, WarmOutcome, WarmReport
 from kakeya.sessions.client import Client
 from kakeya.sessions.move_service import SessionMoveService
@@ -187,9 +187,9 @@ async def test_a_session_goes_on_at_a_drained_node_and_then_at_the_peer_that_has
         assert [len(place.store.sessions()) for place in nodes.places] == [0, 1]
         # Then it tells where the session is.
         old.mover.close()
-        with pytest.raises(SessionMoved, match="is at node 1") as moved:
+        with pytest.raises(PeerUnavailable, match="is at node 1") as moved:
             await session.append(MORE)
-        assert moved.value.address == nodes.places[0].peers.nodes[0].address
+        assert moved.value.moved_to == nodes.places[0].peers.nodes[0].address
         await nodes.servers[0].stop(0)
         there = await nodes.clients[1].resume_session(session.session_id)
         assert await turn(there, PROMPT, 3) == three

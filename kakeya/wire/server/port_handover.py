@@ -25,13 +25,15 @@ class PortHandover:
     """Gives a listening socket to one process, until `close`."""
 
     def __init__(self, port: socket.socket) -> None:
-        self._port: socket.socket | None = port.dup()
+        self._listening = port
+        self._port: socket.socket | None = None
         self.is_taken = False
         """Whether another process has the port."""
 
     async def run(self, path: Path, opened: Callable[[], None]) -> None:
         """Give the port to the first process that asks at a unix socket; `opened`, which may block,
         is called once one can ask. Never returns."""
+        self._port = self._listening.dup()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
             door.setblocking(False)
             door.bind(str(path))
