@@ -38,8 +38,7 @@ from __future__ import annotations
 class KakeyaError(Exception):
     """Root of the tree.
 
-    `code` is a stable snake_case word for programs, `retryable` says whether the same call may
-    succeed later, `retry_after_s` when that is known.
+    `code` is a stable snake_case word; `retryable`: the same call may succeed, `retry_after_s` when.
     """
 
     code = "internal"
