@@ -38,7 +38,7 @@ from __future__ import annotations
 class KakeyaError(Exception):
     """Root of the tree.
 
-    `code` is a stable snake_case word; `retryable`: the same call may succeed, `retry_after_s` when.
+    `code` is a stable snake_case word; `retryable`: the same call may succeed in `retry_after_s`.
     """
 
     code = "internal"

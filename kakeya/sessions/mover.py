@@ -37,7 +37,7 @@ HEARD_S = 5.0
 """How long a client that asks for an unknown session waits until this node knows its peers."""
 READY_S = 30.0
 SETTLE_S = 2.0
-"""How long a node that stops waits for the sessions whose operations it cut off."""
+"""How long a node that stops waits for sessions with operations that it cut off."""
 _TRIES = 4
 _AGAIN_S = 0.25
 
