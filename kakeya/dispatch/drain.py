@@ -47,6 +47,16 @@ class DrainedPort(Protocol):
         ...
 
 
+class DrainCall(Protocol):
+    """The drain of a node: `NodeDrain.run`."""
+
+    def __call__(
+        self, patience_s: float, *, until_replaced: bool = False
+    ) -> AsyncGenerator[DrainStep, None]:
+        """Drain; the steps end with the drain."""
+        ...
+
+
 class NodeDrain:
     """The drain of one node. `begin` stops new work, `left` counts the requests that are here and
     came by a moment, `close` has it pass on no more, `stop` ends the node."""

@@ -6,18 +6,18 @@ needs an admin's certificate.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
 import grpc.aio
 
+from kakeya.backends.engine.process import owner_socket
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
-from kakeya.dispatch.drain import PATIENCE_S, DrainStep
+from kakeya.dispatch.drain import PATIENCE_S, DrainCall
 from kakeya.fleet.identity.invite import VALID_S
 from kakeya.fleet.identity.join_server import Invitation
-from kakeya.node.datadir import owner_socket
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer
 from kakeya.wire.security import CertRole
@@ -40,16 +40,6 @@ class Fleet(Protocol):
 
     async def save_revoked(self) -> None:
         """Return once the list is on disk. Raises ConfigError when it cannot be written."""
-        ...
-
-
-class DrainCall(Protocol):
-    """The drain of a node: `NodeDrain.run`."""
-
-    def __call__(
-        self, patience_s: float, *, until_replaced: bool = False
-    ) -> AsyncGenerator[DrainStep, None]:
-        """Drain; the steps end with the drain."""
         ...
 
 

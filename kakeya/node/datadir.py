@@ -14,7 +14,6 @@ Files are replaced whole (write aside, fsync, rename). A damaged state file is s
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -22,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES
 from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
@@ -173,29 +171,6 @@ def is_left(folder: Path) -> bool:
 
 def _read_lock(lock: int) -> list[str]:
     return os.pread(lock, 64, 0).decode("ascii", "replace").split()
-
-
-def owner_socket(data_dir: Path, name: str) -> Path:
-    """Return the path of a socket of a data directory that only its owner can open.
-
-    It lies in the data directory or, if that path would be too long to bind, in a private folder in
-    /tmp, which is made here. $TMPDIR will not do: launchd and a shell set it differently.
-
-    Raises ConfigError if that folder belongs to another user or is open to others.
-    """
-    inside = data_dir.absolute() / name
-    if len(os.fsencode(inside)) <= MAX_SOCKET_PATH_BYTES:
-        return inside
-    digest = hashlib.sha256(os.fsencode(inside)).hexdigest()[:16]
-    folder = Path("/tmp") / f"kakeya-{os.getuid()}-{digest}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
-        raise ConfigError(
-            f"{folder} belongs to another user or is open to others; remove it, "
-            "or choose a shorter --data-dir"
-        )
-    return folder / name
 
 
 def _read_run(path: Path) -> RunInfo | None:

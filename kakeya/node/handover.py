@@ -12,13 +12,17 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kakeya.backends.engine.process import owner_socket
 from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.log import event
-from kakeya.gateway.http.server import HttpServer
-from kakeya.node.datadir import DataDir, is_left, owner_socket
+from kakeya.node.datadir import DataDir, is_left
 from kakeya.wire.server.port_handover import PortHandover, ask_for_port
 from kakeya.wire.server.ports import listen
+
+if TYPE_CHECKING:  # a slow import, and the port is held before those
+    from kakeya.gateway.http.server import HttpServer
 
 _log = logging.getLogger(__name__)
 SOCKET = "port.sock"

@@ -8,6 +8,7 @@ end-of-file and exits. The lines of its stdout and stderr go into the agent's lo
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import re
@@ -207,3 +208,26 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
 
 def _text(line: bytes) -> str:
     return line[:_MAX_LINE_BYTES].decode("utf-8", errors="replace").strip()
+
+
+def owner_socket(data_dir: Path, name: str) -> Path:
+    """Return the path of a socket of a data directory that only its owner can open.
+
+    It lies in the data directory or, if that path would be too long to bind, in a private folder in
+    /tmp, which is made here. $TMPDIR will not do: launchd and a shell set it differently.
+
+    Raises ConfigError if that folder belongs to another user or is open to others.
+    """
+    inside = data_dir.absolute() / name
+    if len(os.fsencode(inside)) <= MAX_SOCKET_PATH_BYTES:
+        return inside
+    digest = hashlib.sha256(os.fsencode(inside)).hexdigest()[:16]
+    folder = Path("/tmp") / f"kakeya-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        raise ConfigError(
+            f"{folder} belongs to another user or is open to others; remove it, "
+            "or choose a shorter --data-dir"
+        )
+    return folder / name
