@@ -43,9 +43,9 @@ class SamplingWish:
 class GenerationParams:
     """What a request says of its answer. `max_tokens` None = to the end of the context;
     `deadline_s` None = the caller gave no deadline; `rows` are answers to each prompt;
-    `top_logprobs` as in a `DecodeRequest`; `left_out` says,
-    in sentences, what the request asks for and does not get; `stay_warm_s` and `cooldown_s` are
-    seconds after it, of its model and of its client."""
+    `top_logprobs` as in a `DecodeRequest`; `left_out` says, in sentences, what the request asks
+    for and does not get; `stay_warm_s` and `cooldown_s` are seconds after it, of its model and of
+    its client; without `is_resumable` no other node may hold a copy of the answer."""
 
     model: str
     max_tokens: int | None
@@ -62,6 +62,7 @@ class GenerationParams:
     left_out: tuple[str, ...] = ()
     stay_warm_s: float = 0.0
     cooldown_s: float = 0.0
+    is_resumable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,11 +75,13 @@ class JobNotFound(NotFound):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKind:
     """One kind of work. `run` raises a KakeyaError as the error of its job; until it tells how far
-    it is, its `WaitTeller` says for what it waits. `concurrency` jobs of the kind run at a time."""
+    it is, its `WaitTeller` says for what it waits. `concurrency` jobs of the kind run at a time.
+    `ended` is told of each end."""
 
     name: str
     run: Callable[[Job, Tell, WaitTeller], Awaitable[object]]
     concurrency: int = 4
+    ended: Callable[[Job], None] = lambda _: None
 
 
 @dataclass(slots=True, eq=False)
@@ -319,6 +321,8 @@ class JobQueue:
         self._put(entry, replace(ended, ended_at=self._clock.wall()))
         entry.over.set()
         self._ends[ended.state] += 1
+        if (kind := self._kinds.get(ended.kind)) is not None:
+            kind.ended(entry.job)
 
     def _put(self, entry: _Entry, job: Job) -> None:
         entry.job = job

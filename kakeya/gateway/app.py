@@ -3,6 +3,7 @@
     GET  /v1/models, /v1/models/{id}     the served models
     POST /v1/chat/completions            OpenAI chat, streamed or not
     POST /v1/completions                 OpenAI completions, streamed or not
+    GET  of these and of messages, /{id} the rest of a stream that was cut off
     POST /v1/embeddings                  OpenAI embeddings
     POST /v1/images/generations          OpenAI images
     GET  /v1/images/{id}.png             an image that the node keeps
@@ -55,6 +56,7 @@ from kakeya.dispatch.model_names import ModelNames
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.gateway.anthropic.count import CountRoute
+from kakeya.gateway.anthropic.reply import MessageReply
 from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
 from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
 from kakeya.gateway.embeddings import Embeddings
@@ -72,6 +74,7 @@ from kakeya.gateway.openai.embeddings import EMBEDDING, EmbeddingRoute
 from kakeya.gateway.openai.image_store import ImageStore
 from kakeya.gateway.openai.images import IMAGE_NO_OPS, IMAGES, ImageRoute
 from kakeya.gateway.openai.models import ModelRoutes, abilities
+from kakeya.gateway.openai.reply import ChatReply, CompletionReply
 from kakeya.gateway.openai.requests import (
     CHAT,
     CHAT_NO_OPS,
@@ -81,12 +84,14 @@ from kakeya.gateway.openai.requests import (
 )
 from kakeya.gateway.openai.responses.background import BackgroundResponses
 from kakeya.gateway.openai.responses.kept import StoredResponses
+from kakeya.gateway.openai.responses.reply import ResponseReply
 from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, parse_response
-from kakeya.gateway.openai.responses.resumed import ResumableResponses
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
 from kakeya.gateway.preparation import Preparation
+from kakeya.gateway.resumable.address import AnswerAddress, ResumableRoute
+from kakeya.gateway.resumable.answers import ResumableAnswers
 from kakeya.gateway.route import GenerationRoute
 from kakeya.generation.facts import DraftModelState, ModelState
 from kakeya.generation.image import ImageModel
@@ -223,27 +228,42 @@ def _dialects(
     rng: random.Random,
 ) -> list[Route]:
     """The routes of generations, but those of Ollama."""
-
-    chat = GenerationRoute(lambda body, _: parse_chat(body), generations)
-    completion = GenerationRoute(lambda body, _: parse_completion(body), generations)
-    background = BackgroundResponses(jobs, generations, store, rng)
-    resumable = ResumableResponses(generations, store, copies)
+    resumable = ResumableAnswers(generations, copies)
+    background = BackgroundResponses(jobs, generations, store, rng, resumable)
     response = GenerationRoute(
         lambda body, share: parse_response(body, store, share),
         generations,
         background.take,
-        resumable.begin,
+        background.begin,
     )
-    message = GenerationRoute(lambda body, _: parse_message(body), generations)
-    stored = StoredResponses(store, background, resumable)
+    begun = AnswerAddress(
+        "/v1/responses",
+        ResponseReply.id_prefix,
+        lambda body, share: parse_response(body, store, share, earlier=()),
+        resumable,
+    )
+    chats = AnswerAddress(
+        "/v1/chat/completions", ChatReply.id_prefix, lambda body, _: parse_chat(body), resumable
+    )
+    completions = AnswerAddress(
+        "/v1/completions",
+        CompletionReply.id_prefix,
+        lambda body, _: parse_completion(body),
+        resumable,
+    )
+    messages = AnswerAddress(
+        "/v1/messages", MessageReply.id_prefix, lambda body, _: parse_message(body), resumable
+    )
+    stored = StoredResponses(store, background, begun, resumable)
+    both = ResumableRoute(response, begun)
     return [
-        BodyRoute("/v1/chat/completions", chat, CHAT | COORDINATOR_FIELDS, CHAT_NO_OPS),
-        BodyRoute("/v1/completions", completion, COMPLETION | COORDINATOR_FIELDS, CHAT_NO_OPS),
-        BodyRoute("/v1/responses", response, RESPONSE | COORDINATOR_FIELDS, RESPONSE_NO_OPS),
+        *chats.routes(CHAT, CHAT_NO_OPS),
+        *completions.routes(COMPLETION, CHAT_NO_OPS),
+        BodyRoute("/v1/responses", both, RESPONSE | COORDINATOR_FIELDS, RESPONSE_NO_OPS),
         Route("/v1/responses/{response_id}", stored, methods=["GET"]),
         Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]),
         Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
-        BodyRoute("/v1/messages", message, MESSAGE | COORDINATOR_FIELDS, MESSAGE_NO_OPS),
+        *messages.routes(MESSAGE, MESSAGE_NO_OPS),
         BodyRoute("/v1/messages/count_tokens", CountRoute(generations), MESSAGE, MESSAGE_NO_OPS),
     ]
 

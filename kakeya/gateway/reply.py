@@ -60,8 +60,8 @@ class Reply(Protocol):
         """Of a streamed answer."""
         ...
 
-    def opening(self) -> bytes:
-        """The beginning of a stream; sent together with the first part."""
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        """The beginning of a stream; sent with the first part, or before it."""
         ...
 
     def part(self, answer: Answer, part: Part) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -25,17 +26,31 @@ from kakeya.gateway.http.request_ids import request_id
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.reply import Dialect, Reply
+from kakeya.gateway.resumable.events import NONE_YET, NumberedEvents
 from kakeya.gateway.session_hint import session_of
-from kakeya.gateway.turn import BEGUN
+from kakeya.gateway.turn import BEGUN, HttpGeneration
 from kakeya.generation.model import ServedModel
 from kakeya.generation.waiting import WaitTeller
 from kakeya.text.tools.answer import Part
 
-_Read = tuple[Reply, Mapping[str, object], CoordinatorFields, str, str]
-Keep = Callable[[Reply, Sequence[GenerationJob], ClientProfile], Sequence[GenerationJob]]
-"""Has the generations of a reply outlive this node, or go on with those of another."""
+Keep = Callable[
+    [Reply, Mapping[str, object], Sequence[GenerationJob], ClientProfile], Sequence[GenerationJob]
+]
+"""Has the generations of a reply to a body outlive this node, or go on with those of another."""
 Detour = Callable[[Reply, Mapping[str, object], str, Scope, Receive, Send], Awaitable[bool]]
 """Answers a request with its body and its share in another way; False = it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a request asks for; `body` is `whole` without the fields."""
+
+    reply: Reply
+    whole: Mapping[str, object]
+    body: Mapping[str, object]
+    fields: CoordinatorFields
+    share: str
+    session: str
 
 
 class GenerationRoute:
@@ -47,11 +62,15 @@ class GenerationRoute:
         generations: Generations,
         detour: Detour | None = None,
         keep: Keep | None = None,
+        *,
+        after: int = NONE_YET,
     ) -> None:
+        """`after` is the number of the last event that clients have of an answer that is kept."""
         self._dialect = dialect
         self._generations = generations
         self._detour = detour
         self._keep = keep
+        self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -61,14 +80,15 @@ class GenerationRoute:
         def read(whole: Mapping[str, object]) -> _Read:
             body, fields = take_fields(whole)
             share = share_of(client_of(scope) or fields.client, scope)
-            return self._dialect(body, share), whole, fields, share, session_of(body, headers)
+            reply = self._dialect(body, share)
+            return _Read(reply, whole, body, fields, share, session_of(body, headers))
 
-        reply, whole, fields, share, session = await read_request(
-            scope, receive, generations.limits, read
-        )
-        if self._detour and await self._detour(reply, whole, share, scope, receive, send):
+        given = await read_request(scope, receive, generations.limits, read)
+        reply, fields, share = given.reply, given.fields, given.share
+        if self._detour and await self._detour(reply, given.whole, share, scope, receive, send):
             return
-        asked = generations.preparation.settled(fields.applied(reply.asked, scope), session, scope)
+        applied = fields.applied(reply.asked, scope)
+        asked = generations.preparation.settled(applied, given.session, scope)
         note_left_out(scope, asked.params.left_out)
         asked, profile = generations.for_client(asked, client_of(scope), scope)
         asked = fields.under_profile(asked, profile, scope)
@@ -90,7 +110,7 @@ class GenerationRoute:
             async with generations.connection(
                 receive, send, wait, reply if params.stream else None
             ) as client:
-                prepared = self._prepared(reply, asked, model, scope, wait, profile)
+                prepared = self._prepared(given, asked, model, scope, wait, profile)
                 if params.stream:
                     await self._stream(reply, prepared, client, use)
                 else:
@@ -98,15 +118,15 @@ class GenerationRoute:
 
     async def _prepared(
         self,
-        reply: Reply,
+        given: _Read,
         asked: Request,
         model: ServedModel | RelayedModel,
         scope: Scope,
         wait: WaitTeller,
         profile: ClientProfile,
     ) -> Sequence[GenerationJob]:
-        jobs = await self._generations.prepare(reply, asked, model, scope, wait)
-        return self._keep(reply, jobs, profile) if self._keep else jobs
+        jobs = await self._generations.prepare(given.reply, asked, model, scope, wait)
+        return self._keep(given.reply, given.body, jobs, profile) if self._keep else jobs
 
     def _parts(self, jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[Answer, Part], None]:
         if len(jobs) == 1:
@@ -137,17 +157,22 @@ class GenerationRoute:
         client: Connection,
         use: ClientRequest,
     ) -> None:
+        is_open = False
         try:
             jobs = await prepared
-            opening = reply.opening()
+            answers = [job.answer for job in jobs]
+            numbered = self._numbered(reply, jobs)
             async with aclosing(self._parts(jobs)) as parts:
                 async for answer, part in parts:
                     if not use.has_begun:
                         use.begin()
-                    written = b"" if part is BEGUN else reply.part(answer, part)
-                    if written or part is BEGUN:
-                        await client.send_event(opening + written)
-                        opening = b""
+                    written = b"" if is_open else reply.opening(answers)
+                    is_open = True
+                    written += b"" if part is BEGUN else reply.part(answer, part)
+                    if numbered is not None:
+                        written = numbered.write(written)
+                    if written:
+                        await client.send_event(written)
         except KakeyaError as error:
             if not client.is_started:
                 raise
@@ -157,4 +182,11 @@ class GenerationRoute:
             if client.is_started and not client.has_left:
                 await client.end(reply.failure(stopping()))
             raise
-        await client.end(opening + reply.closing([job.answer for job in jobs]))
+        last = (b"" if is_open else reply.opening(answers)) + reply.closing(answers)
+        await client.end(last if numbered is None else numbered.write(last))
+
+    def _numbered(self, reply: Reply, jobs: Sequence[GenerationJob]) -> NumberedEvents | None:
+        """The events of an answer that any node may go on with; None = it is none."""
+        if len(jobs) == 1 and isinstance(jobs[0], HttpGeneration) and jobs[0].copied:
+            return NumberedEvents(reply.head.answer_id, self._after)
+        return None

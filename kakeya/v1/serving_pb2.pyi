@@ -724,6 +724,9 @@ class AnswerCopy(_message.Message):
     IS_COMPLETE_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     answer_id: _builtins.str
     client: _builtins.str
     """The client that alone is given the answer: its name, or its machine where it has none."""
@@ -737,9 +740,17 @@ class AnswerCopy(_message.Message):
     weights: _builtins.str
     """What began it, as in a quote; "" = not known."""
     numerics: _builtins.str
+    system_fingerprint: _builtins.str
+    """The fingerprint that its client is told; "" = not known."""
+    node_id: _builtins.str
+    """The node that makes the answer now."""
+    ended: _builtins.bytes
+    """A response that ended without an answer, as JSON: it failed or was cancelled; empty = none."""
     @_builtins.property
     def request(self) -> _engine_pb2.DecodeRequest:
-        """As an engine is asked, without its KV and its draft sources."""
+        """As an engine is asked, without its KV and its draft sources; unset = the answer is still to be
+        prepared.
+        """
 
     @_builtins.property
     def frames(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.DecodeResponse]:
@@ -758,10 +769,13 @@ class AnswerCopy(_message.Message):
         is_complete: _builtins.bool = ...,
         weights: _builtins.str = ...,
         numerics: _builtins.str = ...,
+        system_fingerprint: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+        ended: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "body", b"body", "client", b"client", "created_at", b"created_at", "frames", b"frames", "is_complete", b"is_complete", "model_id", b"model_id", "numerics", b"numerics", "request", b"request", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "body", b"body", "client", b"client", "created_at", b"created_at", "ended", b"ended", "frames", b"frames", "is_complete", b"is_complete", "model_id", b"model_id", "node_id", b"node_id", "numerics", b"numerics", "request", b"request", "system_fingerprint", b"system_fingerprint", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -383,6 +383,7 @@ async def serving(
     relays: Relays | None = None,
     jobs: JobQueue | None = None,
     capabilities: Capabilities | None = None,
+    seed: int = 1,
 ) -> AsyncIterator[Served]:
     jobs = jobs or no_jobs()
     app = build_app(
@@ -390,7 +391,7 @@ async def serving(
         Router(),
         status=status,
         clock=SystemClock(),
-        rng=random.Random(1),
+        rng=random.Random(seed),
         limits=limits,
         hosts=hosts,
         origins=origins,

@@ -29,8 +29,10 @@ class AnswerCopy:
     """What another node needs to go on with an answer.
 
     `client` alone is given it, by its name, or by its machine where it has none. `body` is the
-    client's request as JSON. `frames` hold the committed tokens, and the end where it came;
-    `is_complete` says that nothing follows.
+    client's request as JSON; `request` is what engines are asked, None = it is still to be
+    prepared. `frames` hold the committed tokens, and the end where it came; `is_complete` says that
+    nothing follows. `fingerprint` is what the client is told of what began it. `node_id` makes it
+    now. `ended` is a response without an answer as JSON, that failed or was cancelled.
     """
 
     answer_id: str
@@ -38,10 +40,13 @@ class AnswerCopy:
     model_id: str
     body: bytes
     created_at: int
-    request: DecodeRequest
+    request: DecodeRequest | None = None
     frames: Sequence[Frame] = ()
     is_complete: bool = False
     origin: AnswerOrigin = NO_ORIGIN
+    fingerprint: str = ""
+    node_id: str = ""
+    ended: bytes = b""
 
 
 @dataclass(slots=True)
@@ -50,6 +55,7 @@ class _Held:
     written: bytearray
     frames: int
     until_mono: float
+    is_complete: bool = False
 
 
 class HeldAnswers:
@@ -78,6 +84,8 @@ class HeldAnswers:
             raise Conflict(f"{copy.answer_id[:80]} was deleted by its client")
         known = self._held.get(copy.answer_id)
         if frames_before == 0:
+            if known and known.client == copy.client and known.is_complete > copy.is_complete:
+                return  # of another node, that was slower or is behind
             known = _Held(copy.client, bytearray(), 0, 0.0)
         elif known is None or known.client != copy.client or known.frames != frames_before:
             raise NotFound(f"{copy.answer_id[:80]} is not held up to frame {frames_before}")
@@ -93,6 +101,7 @@ class HeldAnswers:
             )
         known.written += new
         known.frames += len(copy.frames)
+        known.is_complete = copy.is_complete
         known.until_mono = self._mono() + KEEP_S
         self._held[copy.answer_id] = known
         self.size_bytes += len(known.written)

@@ -18,6 +18,7 @@ from kakeya.core.errors import (
     StoreFailed,
     UnknownMethod,
 )
+from kakeya.core.ids import NodeId
 from kakeya.core.log import event
 from kakeya.dispatch.peers.client import PeerCalls, PeerDescription
 from kakeya.dispatch.peers.quote import Quote
@@ -115,6 +116,12 @@ class ServingPeers:
         if not found and base:
             return self.offering(base, role)
         return tuple(sorted(found, key=lambda peer: (peer.is_suspect, peer.node_id)))
+
+    def is_live(self, node_id: str) -> bool:
+        """Whether a node is there, as far as this one knows."""
+        registry = self._plane.registry
+        is_known = registry.get(NodeId(node_id), mono=self._clock.mono()) is not None
+        return is_known and node_id not in registry.suspects()
 
     def calls(self, peer: ServingPeer) -> PeerCalls:
         """The calls of a peer."""

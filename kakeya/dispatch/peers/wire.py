@@ -140,19 +140,25 @@ def copy_to_wire(copy: AnswerCopy, frames_before: int = 0) -> pb.AnswerCopy:
         is_complete=copy.is_complete,
         weights=copy.origin.weights,
         numerics=copy.origin.numerics,
+        ended=copy.ended,
     )
     if frames_before:
         return new
-    # What belongs to the node that began the answer, the next one has of its own.
-    asked = replace(copy.request, draft_sources=(), kv_key="", client="", user="", deadline_s=None)
     new.MergeFrom(
         pb.AnswerCopy(
             model_id=copy.model_id,
             body=copy.body,
             created_at=copy.created_at,
-            request=job_to_wire(asked, NO_KV),
+            system_fingerprint=copy.fingerprint,
+            node_id=copy.node_id,
         )
     )
+    if copy.request is not None:
+        # What belongs to the node that began the answer, the next one has of its own.
+        asked = replace(
+            copy.request, draft_sources=(), kv_key="", client="", user="", deadline_s=None
+        )
+        new.request.CopyFrom(job_to_wire(asked, NO_KV))
     return new
 
 
@@ -165,8 +171,11 @@ def copy_from_wire(message: pb.AnswerCopy) -> AnswerCopy:
         model_id=message.model_id,
         body=message.body,
         created_at=message.created_at,
-        request=request_from_wire(message.request),
+        request=request_from_wire(message.request) if message.HasField("request") else None,
         frames=[frame for frame in frames if isinstance(frame, Tokens | Progress | Done)],
         is_complete=message.is_complete,
         origin=AnswerOrigin(weights=message.weights, numerics=message.numerics),
+        fingerprint=message.system_fingerprint,
+        node_id=message.node_id,
+        ended=message.ended,
     )

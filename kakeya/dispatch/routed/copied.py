@@ -3,6 +3,7 @@
     begin    an answer is copied to the memory of one peer: the request before the first token is
              told, then the tokens as they come, some at a time
     find     the copy of an answer, from this node or its peers
+    hold     an answer is copied before a model is asked for it
     decode   the frames of an answer from its first one on; of a copy that was found, its frames,
              and then what follows them
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from hashlib import sha256
@@ -23,13 +24,13 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, Denied, KakeyaError, NotFound, UnknownMethod
 from kakeya.core.figures import Figure, counter
 from kakeya.core.tasks import sleep_or_wake
-from kakeya.dispatch.peers.held_answers import AnswerCopy, HeldAnswers
+from kakeya.dispatch.peers.held_answers import KEEP_S, AnswerCopy, HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import AnswerOrigin, QuotedModel, origin_of
 from kakeya.dispatch.peers.wire import copy_from_wire, copy_to_wire
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.generation.continuation import Continuation
-from kakeya.generation.frames import Done, Frame, Tokens
+from kakeya.generation.frames import Done, Frame, Progress, Tokens
 from kakeya.generation.model import ServedModel
 from kakeya.generation.request import DecodeRequest
 
@@ -64,19 +65,28 @@ class AnswerCopies:
     def begin(self, copy: AnswerCopy) -> CopiedAnswer:
         """The answer of a copy: without frames a new one, else one that was found."""
         self.resumed += bool(copy.frames)
-        return CopiedAnswer(self, copy)
+        return CopiedAnswer(self, replace(copy, node_id=self.peers.own_id))
 
-    async def find(self, answer_id: str, client: str) -> AnswerCopy | None:
-        """The copy of a client's answer with the most tokens; None = no node holds one."""
+    async def find(self, answer_id: str, client: str) -> AnswerCopy:
+        """The copy of a client's answer with the most tokens. Raises NotFound, which names the
+        nodes that were asked."""
         here = self.held.find(answer_id, client)
         found = [] if here is None else [copy_from_wire(here)]
-        found += await self._ask(answer_id, client)
-        return max(found, key=lambda copy: (copy.is_complete, _tokens(copy)), default=None)
+        told = await self._ask(answer_id, client)
+        found += [one for one in told.values() if isinstance(one, AnswerCopy)]
+        if not found:
+            raise NotFound(self._missing(answer_id, told))
+        return max(found, key=lambda copy: (copy.is_complete, _tokens(copy)))
 
     async def forget(self, answer_id: str, client: str) -> bool:
         """Have the copies of a client's answer forgotten; False = there was none."""
         was_here = self.held.forget(answer_id, client)
-        return bool(await self._ask(answer_id, client, forget=True)) or was_here
+        told = await self._ask(answer_id, client, forget=True)
+        return was_here or any(isinstance(one, AnswerCopy) for one in told.values())
+
+    def is_made(self, copy: AnswerCopy) -> bool:
+        """Whether the node that made an answer last is still there."""
+        return self.peers.is_live(copy.node_id)
 
     def holders(self, answer_id: str) -> Sequence[ServingPeer]:
         """The peers that may hold a copy, in their order for this answer."""
@@ -113,18 +123,32 @@ class AnswerCopies:
 
     async def _ask(
         self, answer_id: str, client: str, *, forget: bool = False
-    ) -> Sequence[AnswerCopy]:
-        async def ask(peer: ServingPeer) -> AnswerCopy | None:
+    ) -> Mapping[str, AnswerCopy | KakeyaError]:
+        """What each peer that may hold a copy says, by its name."""
+
+        async def ask(peer: ServingPeer) -> AnswerCopy | KakeyaError:
             try:
                 return await self.peers.calls(peer).find_answer(answer_id, client, forget=forget)
-            except NotFound:
-                return None
+            except NotFound as missing:
+                return missing
             except KakeyaError as failure:
                 self.failed(peer, failure)
-                return None
+                return failure
 
-        answers = await asyncio.gather(*map(ask, self.holders(answer_id)))
-        return [one for one in answers if one is not None]
+        peers = self.holders(answer_id)
+        answers = await asyncio.gather(*map(ask, peers))
+        return dict(zip((peer.label for peer in peers), answers, strict=True))
+
+    def _missing(self, answer_id: str, told: Mapping[str, AnswerCopy | KakeyaError]) -> str:
+        asked = [name for name, one in told.items() if isinstance(one, NotFound)]
+        silent = [f"{name} ({one})" for name, one in told.items() if not isinstance(one, NotFound)]
+        said = f"no copy of {answer_id[:80]!r} is held for this client by this node"
+        said += f", nor by {', '.join(asked)}" if asked else "; no peer that holds copies is known"
+        said += f"; not asked with success: {', '.join(silent)}" if silent else ""
+        return (
+            f"{said}. Copies are kept for {KEEP_S / 60:.0f} minutes behind the last token, of "
+            "streamed answers and of responses in the background, unless resumable is false"
+        )
 
 
 class CopiedAnswer:
@@ -136,6 +160,8 @@ class CopiedAnswer:
         self._frames = list(copy.frames)
         self._new: list[Frame] = []
         self._new_tokens = 0
+        self._progress: Progress | None = None
+        """What the first token found cached, which the beginning of an answer may tell."""
         self._is_over = False
         self._holder: ServingPeer | None = None
         self._held: int | None = None
@@ -148,6 +174,21 @@ class CopiedAnswer:
     def complete(self) -> None:
         """Note that the answer is whole: nothing follows."""
         self._copy = replace(self._copy, is_complete=True)
+
+    def hold(self) -> None:
+        """Have the copy held as it is, before a model is asked or without one."""
+
+        async def send() -> None:
+            await self._push()
+            self._tried.set()
+
+        self._copies.start(asyncio.create_task(send(), name=f"copy of {self._copy.answer_id}"))
+
+    async def held(self) -> None:
+        """Wait until the copy's first way to a node was tried, at most FIRST_S."""
+        if not self._tried.is_set():
+            await sleep_or_wake(self._copies.clock, FIRST_S, self._tried)
+            self._tried.set()
 
     async def decode(
         self, model: ServedModel, request: DecodeRequest
@@ -175,11 +216,11 @@ class CopiedAnswer:
             async with aclosing(self._rest(model, job)) as frames:
                 async for frame in frames:
                     taken = job.take(frame, clock.mono())
-                    if isinstance(taken, Tokens | Done):
+                    if isinstance(taken, Progress):
+                        self._progress = taken
+                    elif taken is not None:
                         # Nothing is told of an answer that its client could not find again.
-                        if not self._tried.is_set():
-                            await sleep_or_wake(clock, FIRST_S, self._tried)
-                            self._tried.set()
+                        await self.held()
                         self._add(taken, model)
                     if taken is not None:
                         yield taken
@@ -205,6 +246,9 @@ class CopiedAnswer:
     def _add(self, frame: Tokens | Done, model: ServedModel) -> None:
         if not self._copy.origin.weights:
             self._copy = replace(self._copy, origin=_origin(model))
+        if self._progress is not None:
+            self._new.append(self._progress)
+            self._progress = None
         if isinstance(frame, Done):
             self.complete()
         last = self._new[-1] if self._new else None

@@ -45,26 +45,26 @@ class MessageReply:
 
     def __init__(self, asked: ChatRequest) -> None:
         self.asked = asked
-        self._is_open = False
         self._blocks = 0
         self._kind: type[Part] | None = None
         """Of the block that is open."""
         self._around = b"", b""
 
-    def opening(self) -> bytes:
-        """Nothing: a message starts with the count of cached tokens, which its first part tells."""
-        return b""
+    def opening(self, answers: Sequence[Answer]) -> bytes:
+        """The start of the message, with the count of cached tokens."""
+        (answer,) = answers
+        return _event({"type": "message_start", "message": self._message(answer)})
 
     def part(self, answer: Answer, part: Part) -> bytes:
         """A piece of a block, with what ends the block before and starts its own."""
         if isinstance(part, ToolCall):
-            opened = self._before(answer, part, _use(part) | {"input": {}})
+            opened = self._begin_block(part, _use(part) | {"input": {}})
             delta = {"type": "input_json_delta", "partial_json": part.arguments}
             return opened + self._delta(delta) + self._end_block()
         block, kind = _PIECES[type(part)]
         opened = b""
         if self._kind is not type(part):
-            opened = self._before(answer, part, block)
+            opened = self._begin_block(part, block)
             before, after = self._delta({"type": kind, block["type"]: _SLOT}).split(compact(_SLOT))
             self._around = before, after
         before, after = self._around
@@ -75,7 +75,7 @@ class MessageReply:
         (answer,) = answers
         end = {"type": "message_delta", "delta": _ending(answer), "usage": self._usage(answer)}
         stop = _event({"type": "message_stop"})
-        return self._start(answer) + self._end_block() + _event(end) + stop
+        return self._end_block() + _event(end) + stop
 
     def failure(self, error: KakeyaError) -> bytes:
         """An event that clients raise as an error."""
@@ -116,14 +116,8 @@ class MessageReply:
             usage["kakeya"] = account(answer.usage)
         return with_head(usage, self.head)
 
-    def _start(self, answer: Answer) -> bytes:
-        if self._is_open:
-            return b""
-        self._is_open = True
-        return _event({"type": "message_start", "message": self._message(answer)})
-
-    def _before(self, answer: Answer, part: Part, block: Mapping[str, object]) -> bytes:
-        before = self._start(answer) + self._end_block()
+    def _begin_block(self, part: Part, block: Mapping[str, object]) -> bytes:
+        before = self._end_block()
         self._kind = type(part)
         start = {"type": "content_block_start", "index": self._blocks, "content_block": block}
         return before + _event(start)

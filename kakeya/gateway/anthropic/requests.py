@@ -6,7 +6,8 @@ the parameter.
                   format), output_format; metadata.user_id: the user, as for `share_params`
     absent        of sampling and thinking: what the model does of itself
     extensions    those of OpenAI's chats: seed, min_p, the penalties, draft_policy, deadline_s,
-                  chat_template_kwargs, priority, conversation_id and the prompt_cache parameters
+                  resumable, chat_template_kwargs, priority, conversation_id and the prompt_cache
+                  parameters
     accepted      cache_control: prompts have cuts at the end of the system's text and before each
                   message of the user's anyway; thinking.budget_tokens and display; service_tier,
                   speed "standard", and what names an account, a place or an earlier answer;

@@ -38,7 +38,7 @@ class _Lines:
         self._has_logprobs = asked.params.top_logprobs is not None
         self._around: tuple[bytes, bytes] | None = None
 
-    def opening(self) -> bytes:
+    def opening(self, answers: Sequence[Answer]) -> bytes:
         """Nothing: each line says all that it needs."""
         return b""
 

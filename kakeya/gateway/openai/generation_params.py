@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kakeya.gateway.http.body import integer, number, refuse, text
+from kakeya.gateway.http.body import flag, integer, number, refuse, text
 from kakeya.gateway.http.fields import (
+    IS_FLAG,
     IS_TEXT,
     Field,
     choice_field,
@@ -127,6 +128,9 @@ STOP = value_field(
 )
 DRAFT_POLICY = text_field("draft_policy")
 DEADLINE_S = number_field("deadline_s", 0, 86400.0)
+RESUMABLE = Field(
+    "resumable", lambda body: body.get("resumable") is None or flag(body, "resumable"), IS_FLAG
+)
 ROWS = integer_field("n", 1, MAX_ROWS)
 HAS_LOGPROBS = flag_field("logprobs")
 TOP_LOGPROBS = integer_field("top_logprobs", 0, MOST_TOP_LOGPROBS)
@@ -134,7 +138,7 @@ REASONING_EFFORT = choice_field("reasoning_effort", EFFORTS)
 GENERATION_PARAMS = (
     table(MODEL, STREAM, TEMPERATURE, TOP_P, TOP_K, MIN_P, SEED, STOP, LOGIT_BIAS)
     | table(PRESENCE_PENALTY, FREQUENCY_PENALTY, *REPETITION_PENALTIES)
-    | table(DRAFT_POLICY, DEADLINE_S)
+    | table(DRAFT_POLICY, DEADLINE_S, RESUMABLE)
     | CACHE_PARAMS
     | SHARE_PARAMS
 )

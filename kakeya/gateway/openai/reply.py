@@ -172,11 +172,10 @@ class ChatReply(_ChunkReply[ChatRequest]):
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def opening(self) -> bytes:
+    def opening(self, answers: Sequence[Answer]) -> bytes:
         """The role of each answer."""
         role = {"role": "assistant", "content": ""}
-        rows = range(self.asked.params.rows)
-        return b"".join(self._chunk(row, {"delta": role}) for row in rows)
+        return b"".join(self._chunk(one.row, {"delta": role}) for one in answers)
 
     def _beside(self, answer: Answer, part: Thought | ToolCall) -> bytes:
         if isinstance(part, Thought):
@@ -213,7 +212,7 @@ class CompletionReply(_ChunkReply[CompletionRequest]):
     id_prefix = "cmpl-"
     _object = _chunk_object = "text_completion"
 
-    def opening(self) -> bytes:
+    def opening(self, answers: Sequence[Answer]) -> bytes:
         """Nothing: a completion opens with its text."""
         return b""
 

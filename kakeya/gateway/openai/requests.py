@@ -10,6 +10,7 @@ Nothing is ignored in silence.
     extensions    top_k; min_p; repetition_penalty, repeat_penalty; draft_policy ("auto", "off",
                   "ngram", "peer", MODEL@HOST:PORT);
                   deadline_s: how long the caller waits for the first token, loading included;
+                  resumable: whether other nodes may hold copies of the answer;
                   enable_thinking, thinking, chat_template_kwargs: variables of the chat template;
                   conversation_id, prompt_cache_key, prompt_cache_retention: see `cache_params`;
                   priority, service_tier, user, safety_identifier: see `share_params`
@@ -267,6 +268,7 @@ def read_params(
         user=read_user(body),
         rows=params.ROWS.read(body) or 1,
         top_logprobs=top_logprobs,
+        is_resumable=params.RESUMABLE.read(body),
     )
 
 

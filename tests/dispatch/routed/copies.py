@@ -24,6 +24,8 @@ class CopyFleet:
         self.clock = clock or FakeClock()
         self.held = {name: HeldAnswers(most_bytes=10**6, mono=self.clock.mono) for name in names}
         self.fails: dict[str, KakeyaError] = {}
+        self.lost: set[str] = set()
+        """Nodes that are known not to be there."""
         self.sent: list[tuple[str, int]] = []
         """The node, and the frames before, of each message."""
         self._made: list[AnswerCopies] = []
@@ -45,6 +47,13 @@ class CopyPeers:
     fleet: CopyFleet
     own: str
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def own_id(self) -> str:
+        return self.own
+
+    def is_live(self, node_id: str) -> bool:
+        return node_id not in self.fleet.lost
 
     def offering(self) -> Sequence[ServingPeer]:
         return [

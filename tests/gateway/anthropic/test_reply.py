@@ -41,13 +41,13 @@ def events(written: bytes) -> list[dict]:
 def streamed(made: GeneratedAnswer, frames: list) -> list[dict]:
     """The events of an answer."""
     to = reply()
-    written = to.opening()
+    written = b""
     for frame in frames:
         for part in made.take(frame):
-            written += to.part(made, part)
+            written = (written or to.opening([made])) + to.part(made, part)
         if made.finish_reason is not None:
             break
-    return events(written + to.closing([made]))
+    return events((written or to.opening([made])) + to.closing([made]))
 
 
 def message_of(stream: list[dict]) -> dict:

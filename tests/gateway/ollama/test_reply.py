@@ -51,7 +51,7 @@ def test_the_lines_of_a_stream_make_the_whole_body(make, text, cuts):
         text_model().detokenizer(), reader=Reader(), draw_call_id=lambda: f"call_{next(ids)}"
     )
     reply = make()
-    written = reply.opening()
+    written = reply.opening(())
     for frame in frames:
         for part in made.take(frame):
             written += reply.part(made, part)

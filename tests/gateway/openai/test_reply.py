@@ -70,7 +70,7 @@ def test_any_text_survives_its_event(text, include_usage):
 
 def test_a_stream_opens_with_the_role_and_closes_with_the_reason():
     reply = chat(stream=True, stream_options={"include_usage": True})
-    opening = parsed(reply.opening())["choices"][0]
+    opening = parsed(reply.opening([answer()]))["choices"][0]
     assert opening["delta"] == {"role": "assistant", "content": ""}
     made = answer()
     made.take(Done(reason=StopReason.MAX_TOKENS))
@@ -79,7 +79,7 @@ def test_a_stream_opens_with_the_role_and_closes_with_the_reason():
     assert usage["choices"] == []
     assert usage["usage"]["total_tokens"] == 10
     assert reply.closing([made]).endswith(b"data: [DONE]\n\n")
-    assert completion().opening() == b""
+    assert completion().opening(()) == b""
 
 
 class Reader:
@@ -182,7 +182,10 @@ def test_a_stop_string_behind_a_call_leaves_the_call_to_its_client():
 
 def test_several_answers_share_one_account():
     reply = chat(n=2, stream=True)
-    assert [one["choices"][0]["index"] for one in events(reply.opening())] == [0, 1]
+    assert [
+        one["choices"][0]["index"]
+        for one in events(reply.opening([answer(row=row) for row in (0, 1)]))
+    ] == [0, 1]
     rows = [answer(row=row) for row in (0, 1)]
     for row in rows:
         row.take(Progress(computed_tokens=4, total_tokens=10, cached_tokens=4))

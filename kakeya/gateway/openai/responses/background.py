@@ -4,26 +4,33 @@ A job keeps the request as it came, so that the response is made again from it a
 the same route as every other one; a seed is drawn for it, so that it then says the same. One that
 was asked for with stream=true keeps its events in memory, in their order; their numbers are their
 places, so that a reader may come back at any of them.
+
+A copy of it is held as of a streamed answer, from before its client is told its id. A node that is
+asked for a response whose node was lost takes its job over, and goes on with its tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from kakeya.core.errors import InvalidArgument, KakeyaError
+from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
 from kakeya.core.tasks import is_cancelled
 from kakeya.core.units import MIB
 from kakeya.dispatch.job import Job, JobState
 from kakeya.dispatch.jobs import JobKind, JobNotFound, JobQueue, Tell
-from kakeya.gateway.generation import Generations
+from kakeya.dispatch.peers.held_answers import AnswerCopy
+from kakeya.dispatch.profiles import ClientProfile
+from kakeya.gateway.generation import GenerationJob, Generations
 from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.request_ids import answer_id, scope_of
@@ -34,9 +41,11 @@ from kakeya.gateway.openai.responses.reply import ResponseReply
 from kakeya.gateway.openai.responses.requests import parse_response
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.reply import EVENT_STREAM, Reply
-from kakeya.gateway.route import GenerationRoute
+from kakeya.gateway.resumable.answers import ResumableAnswers, holder_of
+from kakeya.gateway.route import GenerationRoute, Keep
 from kakeya.gateway.session_hint import SESSION_HEADERS
 from kakeya.generation.waiting import WaitTeller
+from kakeya.wire.security import CLIENT_NAME
 
 KIND = "response"
 _MOST_RUNNING = 64
@@ -66,7 +75,8 @@ class _EventLog:
 
     def add(self, piece: bytes) -> None:
         """Add the events of a piece of a stream, and none of its comments."""
-        found = [one + b"\n\n" for one in piece.split(b"\n\n") if one.startswith(b"event:")]
+        events = (one for one in piece.split(b"\n\n") if one.startswith((b"event:", b"id:")))
+        found = [one + b"\n\n" for one in events]
         self.events += found
         self.size_bytes += sum(map(len, found))
         grown, self.grown = self.grown, asyncio.Event()
@@ -92,14 +102,21 @@ class BackgroundResponses:
     """Makes responses in the background, and shows, streams and cancels them."""
 
     def __init__(
-        self, jobs: JobQueue, generations: Generations, store: ResponseStore, rng: random.Random
+        self,
+        jobs: JobQueue,
+        generations: Generations,
+        store: ResponseStore,
+        rng: random.Random,
+        resumable: ResumableAnswers,
     ) -> None:
         self._jobs = jobs
         self._generations = generations
         self._store = store
         self._rng = rng
+        self._resumable = resumable
         self._logs: dict[str, _EventLog] = {}
-        jobs.add_kind(JobKind(name=KIND, run=self._work, concurrency=_MOST_RUNNING))
+        kind = JobKind(name=KIND, run=self._work, concurrency=_MOST_RUNNING, ended=self._ended)
+        jobs.add_kind(kind)
         store.elsewhere = self._items
 
     async def take(
@@ -115,21 +132,24 @@ class BackgroundResponses:
         if not isinstance(reply, ResponseReply) or not reply.is_background:
             return False
         client, params = client_of(scope), reply.asked.params
-        asked, _ = self._generations.for_client(reply.asked, client, scope)
+        asked, profile = self._generations.for_client(reply.asked, client, scope)
         self._generations.names.choose(asked.params.model, client)
         response_id = answer_id(scope, reply.id_prefix)
         previous_id = whole.get("previous_response_id")
-        request = {
+        request: dict[str, Any] = {
             "body": {"seed": self._rng.getrandbits(SEED_BITS - 1), **whole},
             "earlier": previous_id and self._store.items(str(previous_id), share),
             "headers": _kept_headers(Headers(scope=scope)),
             "host": (scope.get("client") or ("",))[0],
             "response": reply.begun(response_id, int(self._generations.wall())),
+            "is_copied": params.is_resumable and profile.spec.resumable,
         }
-        job = self._jobs.submit(KIND, request, owner=share, job_id=response_id)
-        if params.stream:
-            self._forget_logs()
-            self._logs[response_id] = _EventLog()
+        job = self._submit(response_id, request, share)
+        if request["is_copied"]:
+            body = {**request["body"], "input": reply.body["input"]}
+            copied = self._resumable.hold(_copy_of(job, body, holder_of(scope), asked.params.model))
+            if copied is not None:
+                await copied.held()
         await self._jobs.kept()
         if params.stream:
             await self.follow(job, -1, receive, send)
@@ -156,6 +176,49 @@ class BackgroundResponses:
         self._jobs.forget(job.job_id, None)
         self._logs.pop(job.job_id, None)
         await self._jobs.kept()
+
+    def begin(
+        self,
+        reply: Reply,
+        body: Mapping[str, object],
+        jobs: Sequence[GenerationJob],
+        profile: ClientProfile,
+    ) -> Sequence[GenerationJob]:
+        """Have a response copied that is streamed, or made in the background, unless its client or
+        its owner says no."""
+        if not isinstance(reply, ResponseReply):
+            return jobs
+        if reply.is_background and reply.asked.params.is_resumable:
+            return self._resumable.begun(reply, reply.body, jobs, profile)
+        return self._resumable.begin(reply, reply.body, jobs, profile)
+
+    async def adopt(self, copy: AnswerCopy) -> Job | None:
+        """Take over the job of a response whose node was lost; None = that node is there, or
+        nothing is left to do. Raises QueueFull."""
+        if copy.is_complete or copy.ended or self._resumable.is_made(copy):
+            return None
+        if (known := self.find(copy.answer_id, None)) is not None:
+            return known
+        body: dict[str, object] = json.loads(copy.body) | {"model": copy.model_id}
+        reply = parse_response(body, self._store, earlier=())
+        request = {
+            "body": body,
+            "earlier": [],
+            "headers": [(CLIENT_NAME, copy.client)],
+            "host": "",
+            "is_copied": True,
+            "response": reply.begun(copy.answer_id, copy.created_at),
+        }
+        job = self._submit(copy.answer_id, request, copy.client)
+        await self._jobs.kept()
+        return job
+
+    def _submit(self, response_id: str, request: Mapping[str, Any], owner: str) -> Job:
+        job = self._jobs.submit(KIND, request, owner=owner, job_id=response_id)
+        if request["body"].get("stream"):
+            self._forget_logs()
+            self._logs[response_id] = _EventLog()
+        return job
 
     async def follow(self, job: Job, after: int, receive: Receive, send: Send) -> None:
         """Stream the events of a response behind the number `after`, -1 = all, to their end.
@@ -195,10 +258,6 @@ class BackgroundResponses:
             log = self._logs[job.job_id] = log or _EventLog()
             log.clear()  # of a try that the node cut off
         earlier = request["earlier"]
-        route = GenerationRoute(
-            lambda body, share: parse_response(body, self._store, share, earlier=earlier),
-            self._generations,
-        )
         # In ASCII: a client's text may hold halves of characters.
         exchange = _Exchange(json.dumps(request["body"]).encode(), log)
         headers = [(name.encode(), value.encode()) for name, value in request["headers"]]
@@ -209,10 +268,31 @@ class BackgroundResponses:
             "headers": headers,
             "client": (request["host"], 0),
         }
+        keep: Keep | None = None
+        if request.get("is_copied"):
+            keep = self.begin
+            with contextlib.suppress(NotFound):
+                # Of another try, here or at a node that was lost.
+                copy = await self._resumable.find(job.job_id, holder_of(scope))
+                keep = partial(self._resumable.go_on, copy)
+        route = GenerationRoute(
+            lambda body, share: parse_response(body, self._store, share, earlier=earlier),
+            self._generations,
+            keep=keep,
+        )
         await route(scope, exchange.receive, exchange.send)
         made = exchange.response()
         made["created_at"] = request["response"]["created_at"]
         return made
+
+    def _ended(self, job: Job) -> None:
+        """Have other nodes tell of a response that failed or was cancelled."""
+        request = json.loads(job.request)
+        if job.state is JobState.DONE or not request.get("is_copied"):
+            return  # of an answer its copy tells
+        client = dict(request["headers"]).get(CLIENT_NAME) or request["host"]
+        copy = _copy_of(job, request["body"], client, request["body"]["model"])
+        self._resumable.hold(replace(copy, is_complete=True, ended=body_of(job)))
 
     def _items(self, response_id: str, client: str) -> list[object] | None:
         """What a request that goes on from a response begins with; None = it is no job's, or not
@@ -283,6 +363,23 @@ def body_of(job: Job) -> bytes:
     if job.error is not None:
         body["error"] = {"code": job.error.code, "message": job.error.message}
     return compact(body)
+
+
+def is_background(copy: AnswerCopy) -> bool:
+    """Whether a copy is of a response that was asked for in the background."""
+    return json.loads(copy.body).get("background") is True
+
+
+def _copy_of(job: Job, body: Mapping[str, object], client: str, model: str) -> AnswerCopy:
+    """The copy of a response before a model is asked for it."""
+    return AnswerCopy(
+        answer_id=job.job_id,
+        client=client,
+        model_id=model,
+        # In ASCII: a client's text may hold halves of characters.
+        body=json.dumps(body).encode(),
+        created_at=int(job.created_at),
+    )
 
 
 def _last_event(job: Job, log: _EventLog, sent: int) -> bytes:

@@ -32,15 +32,15 @@ class ResponseRequest:
     """A chat that was asked for as a response.
 
     `echo` are the fields of the request that its response repeats; `names` as of `OutputItems`;
-    `keep` None = the response is not kept. `body` is the whole request as JSON, with which any node
-    goes on with its stream; b"" = none does.
+    `keep` None = the response is not kept. `body` is the whole request, with the items before it,
+    with which any node goes on with its answer.
     """
 
     chat: ChatRequest
     echo: Mapping[str, object]
     names: Mapping[str, FunctionName]
+    body: Mapping[str, object]
     keep: Keep | None = None
-    body: bytes = b""
 
 
 class ResponseReply:
@@ -64,8 +64,8 @@ class ResponseReply:
         return self._request.echo["background"] is True
 
     @property
-    def body(self) -> bytes:
-        """The request as another node needs it; b"" = none may go on with the response."""
+    def body(self) -> Mapping[str, object]:
+        """The request as another node needs it."""
         return self._request.body
 
     def begun(self, response_id: str, created_at: int) -> Mapping[str, object]:
@@ -73,8 +73,9 @@ class ResponseReply:
         self.head = replace(self.head, answer_id=response_id, created_at=created_at)
         return self._body("queued", ())
 
-    def opening(self) -> bytes:
+    def opening(self, answers: Sequence[Answer]) -> bytes:
         """The response without items."""
+        self._items()
         body = self._body("in_progress", ())
         return b"".join(
             numbered_event(number, kind, response=body) for number, kind in enumerate(FIRST_EVENTS)
@@ -94,7 +95,7 @@ class ResponseReply:
 
     def failure(self, error: KakeyaError) -> bytes:
         """The response with the error; of a stream without parts also its beginning."""
-        opening = self.opening() if self._streamed is None else b""
+        opening = self.opening(()) if self._streamed is None else b""
         items = self._items()
         told = {"code": error.code, "message": error.message}
         body = {**self._body("failed", items.items), "error": told}

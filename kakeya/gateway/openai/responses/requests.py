@@ -2,7 +2,7 @@
 
 honoured     model, input, instructions, previous_response_id, store, tools, tool_choice,
              parallel_tool_calls, text.format, reasoning.effort, max_output_tokens, temperature,
-             top_p, stream, background, resumable, include of "message.output_text.logprobs" with
+             top_p, stream, background, include of "message.output_text.logprobs" with
              top_logprobs, and what `read_params` reads in all of OpenAI's dialect
 repeated     metadata, truncation, user and what else OpenAI's response repeats
 without use  include of all else: of what is told here, all is; reasoning.summary: thoughts come
@@ -21,8 +21,6 @@ from kakeya.backends.request import ChatRequest
 from kakeya.core.errors import InvalidArgument, Unsupported
 from kakeya.gateway.http.body import flag, object_of, refuse, shown, text
 from kakeya.gateway.http.fields import (
-    IS_FLAG,
-    Field,
     NoOps,
     flag_field,
     integer_field,
@@ -52,13 +50,10 @@ from kakeya.text.chat import Chat
 
 _MAX_TOKENS = integer_field("max_output_tokens", 1, MOST_INT)
 _BACKGROUND = flag_field("background")
-_RESUMABLE = Field(
-    "resumable", lambda body: body.get("resumable") is None or flag(body, "resumable"), IS_FLAG
-)
 RESPONSE = (
     GENERATION_PARAMS
     | TEMPLATE_PARAMS
-    | table(_MAX_TOKENS, TOP_LOGPROBS, _BACKGROUND, _RESUMABLE)
+    | table(_MAX_TOKENS, TOP_LOGPROBS, _BACKGROUND)
     | opaque("input", "instructions", "previous_response_id", "store", "include", "metadata")
     | opaque("truncation", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning")
 )
@@ -122,7 +117,6 @@ def parse_response(
     # One that is made in the background is kept by its job.
     is_kept = (body.get("store") is None or flag(body, "store")) and store.is_on
     is_kept = is_kept and not is_background
-    is_resumable = asked.params.stream and not is_background and _RESUMABLE.read(body)
     echo = {
         "background": is_background,
         "instructions": instructions,
@@ -148,7 +142,7 @@ def parse_response(
             chat=asked,
             echo=echo,
             names=tools.names,
-            body=compact({**body, "input": items}) if is_resumable else b"",
+            body={**body, "input": items},
             keep=partial(store.keep, asked=compact(items), client=client) if is_kept else None,
         )
     )

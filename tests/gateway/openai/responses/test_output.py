@@ -46,7 +46,7 @@ def streamed(text: str, reason: StopReason) -> tuple[list[dict], GeneratedAnswer
     ids = iter(range(1000))
     made = answer(reader=Reader(), draw_call_id=lambda: f"call_{next(ids)}")
     writer = reply()
-    written = writer.opening()
+    written = writer.opening([made])
     frames = [Tokens(token_ids=(one,)) for one in ids_of(text)] if text else []
     for frame in (*frames, Done(reason=reason)):
         for part in made.take(frame):
@@ -116,7 +116,7 @@ def test_the_tokens_of_a_text_have_their_logprobs_in_its_item(thoughts, pieces, 
         draw_call_id=lambda: "call_0",
     )
     writer = reply(include=["message.output_text.logprobs"])
-    written, ids = writer.opening(), ids_of(thoughts + "".join(pieces))
+    written, ids = writer.opening([made]), ids_of(thoughts + "".join(pieces))
     steps = [ids[at : at + size] for at in range(0, len(ids), size)]
     told = TokenLogprob(logprob=-0.5)
     frames = [Tokens(token_ids=step, logprobs=(told,) * len(step)) for step in steps]

@@ -65,4 +65,4 @@ def test_half_a_character_is_repeated_as_one_that_can_be_sent():
     body = {"model": "m", "input": "\ud800", "metadata": {"a": "\ud800"}}
     reply = parse_response(body, ResponseStore(most_bytes=0, mono=lambda: 0.0))
     assert reply.asked.chat.messages[0]["content"] == "\ufffd"
-    assert '"a":"\ufffd"'.encode() in reply.opening()
+    assert '"a":"\ufffd"'.encode() in reply.opening(())

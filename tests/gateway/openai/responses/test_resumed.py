@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.dispatch.profiles import ProfileSpec
 from kakeya.dispatch.registry import TaskRegistry
 from tests.dispatch.routed.copies import CopyFleet
+from tests.gateway.resumable.pair import pair
 from tests.gateway.toy import Pace, Served, ToyModel, make_folder, serving
 from tests.waiting import LIMIT_S, until
 
@@ -32,25 +31,6 @@ TOOL = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "toy")
-
-
-class Pair:
-    """Two gateways with the same model, each of which holds copies for the other."""
-
-    def __init__(self, fleet: CopyFleet, first: Served, second: Served) -> None:
-        self.fleet = fleet
-        self.first = first
-        self.second = second
-
-
-@asynccontextmanager
-async def pair(one: ToyModel, two: ToyModel, **more: Any) -> AsyncIterator[Pair]:
-    fleet = CopyFleet("one", "two", clock=SystemClock())
-    async with (
-        serving(one, copies=fleet.at("one"), **more) as first,
-        serving(two, copies=fleet.at("two"), **more) as second,
-    ):
-        yield Pair(fleet, first, second)
 
 
 async def part_of(served: Served, events: int, **more: Any) -> list[ResponseStreamEvent]:

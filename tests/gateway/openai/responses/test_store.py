@@ -14,12 +14,14 @@ from kakeya.gateway.generation import Generations
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.responses.background import BackgroundResponses
 from kakeya.gateway.openai.responses.kept import StoredResponses
-from kakeya.gateway.openai.responses.resumed import ResumableResponses
+from kakeya.gateway.openai.responses.requests import parse_response
 from kakeya.gateway.openai.responses.store import (
     KEEP_S,
     PreviousResponseNotFound,
     ResponseStore,
 )
+from kakeya.gateway.resumable.address import AnswerAddress
+from kakeya.gateway.resumable.answers import ResumableAnswers
 from tests.gateway.toy import no_jobs
 
 ITEM = {"role": "user", "content": "hi"}
@@ -90,8 +92,12 @@ async def test_clients_without_names_are_told_apart_by_their_machines():
         return Request({"type": "http", **head})
 
     unused: Generations = None  # type: ignore[assignment]
-    background = BackgroundResponses(no_jobs(), unused, store, random.Random(1))
-    stored = StoredResponses(store, background, ResumableResponses(unused, store, None))
+    resumable = ResumableAnswers(unused, None)
+    background = BackgroundResponses(no_jobs(), unused, store, random.Random(1), resumable)
+    address = AnswerAddress(
+        "/v1/responses", "resp_", lambda body, share: parse_response(body, store, share), resumable
+    )
+    stored = StoredResponses(store, background, address, resumable)
     for act in (stored.cancel, stored.delete):
         with pytest.raises(NotFound):
             await act(asked("192.0.2.2"))
