@@ -166,7 +166,7 @@ class ResumableAnswers:
 
 
 def holder_of(scope: Scope) -> str:
-    """The client whose copies a caller may see."""
+    """The client by name: a caller may see the copies of its own answers."""
     return share_of(client_of(scope), scope)
 
 

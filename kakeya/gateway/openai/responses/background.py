@@ -5,8 +5,8 @@ the same route as every other one; a seed is drawn for it, so that it then says 
 was asked for with stream=true keeps its events in memory, in their order; their numbers are their
 places, so that a reader may come back at any of them.
 
-A copy of it is held as of a streamed answer, from before its client is told its id. A node that is
-asked for a response whose node was lost takes its job over, and goes on with its tokens.
+A copy of it is held as of a streamed answer, from before its client is told its id. After the loss
+of its node the next one that is asked for it takes its job over, and goes on with its tokens.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class BackgroundResponses:
         return self._resumable.begin(reply, reply.body, jobs, profile)
 
     async def adopt(self, copy: AnswerCopy) -> Job | None:
-        """Take over the job of a response whose node was lost; None = that node is there, or
-        nothing is left to do. Raises QueueFull."""
+        """Take over the job of a response after the loss of its node; None = that node is there,
+        or nothing is left to do. Raises QueueFull."""
         if copy.is_complete or copy.ended or self._resumable.is_made(copy):
             return None
         if (known := self.find(copy.answer_id, None)) is not None:
