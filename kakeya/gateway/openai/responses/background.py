@@ -15,16 +15,15 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound
-from kakeya.core.tasks import is_cancelled
+from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.core.units import MIB
 from kakeya.dispatch.job import Job, JobState
 from kakeya.dispatch.jobs import JobKind, JobNotFound, JobQueue, Tell
@@ -36,6 +35,7 @@ from kakeya.gateway.http.edge import send_json
 from kakeya.gateway.http.request_ids import answer_id, scope_of
 from kakeya.gateway.openai.generation_params import SEED_BITS
 from kakeya.gateway.openai.reply import comment, compact
+from kakeya.gateway.openai.responses.event_log import JobExchange, ResponseLog, data_of
 from kakeya.gateway.openai.responses.output import numbered_event
 from kakeya.gateway.openai.responses.reply import ResponseReply
 from kakeya.gateway.openai.responses.requests import parse_response
@@ -59,33 +59,6 @@ _STATUS = {
     JobState.FAILED: "failed",
     JobState.CANCELLED: "cancelled",
 }
-
-
-class _Failed(KakeyaError):
-    """A stream ended with an error, which its last event told."""
-
-
-@dataclass(slots=True)
-class _EventLog:
-    """The events of one response. `grown` is set, and replaced, when there are more."""
-
-    events: list[bytes] = field(default_factory=list)
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
-    size_bytes: int = 0
-
-    def add(self, piece: bytes) -> None:
-        """Add the events of a piece of a stream, and none of its comments."""
-        events = (one for one in piece.split(b"\n\n") if one.startswith((b"event:", b"id:")))
-        found = [one + b"\n\n" for one in events]
-        self.events += found
-        self.size_bytes += sum(map(len, found))
-        grown, self.grown = self.grown, asyncio.Event()
-        grown.set()
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.events.clear()
-        self.size_bytes = 0
 
 
 class _Following:
@@ -114,7 +87,7 @@ class BackgroundResponses:
         self._store = store
         self._rng = rng
         self._resumable = resumable
-        self._logs: dict[str, _EventLog] = {}
+        self._logs: dict[str, ResponseLog] = {}
         kind = JobKind(name=KIND, run=self._work, concurrency=_MOST_RUNNING, ended=self._ended)
         jobs.add_kind(kind)
         store.elsewhere = self._items
@@ -217,7 +190,7 @@ class BackgroundResponses:
         job = self._jobs.submit(KIND, request, owner=owner, job_id=response_id)
         if request["body"].get("stream"):
             self._forget_logs()
-            self._logs[response_id] = _EventLog()
+            self._logs[response_id] = ResponseLog()
         return job
 
     async def follow(self, job: Job, after: int, receive: Receive, send: Send) -> None:
@@ -255,11 +228,11 @@ class BackgroundResponses:
         log = self._logs.get(job.job_id)
         is_stream = bool(request["body"].get("stream"))
         if is_stream:
-            log = self._logs[job.job_id] = log or _EventLog()
+            log = self._logs[job.job_id] = log or ResponseLog()
             log.clear()  # of a try that the node cut off
         earlier = request["earlier"]
         # In ASCII: a client's text may hold halves of characters.
-        exchange = _Exchange(json.dumps(request["body"]).encode(), log)
+        exchange = JobExchange(json.dumps(request["body"]).encode(), log)
         headers = [(name.encode(), value.encode()) for name, value in request["headers"]]
         scope = scope_of(job.job_id) | {
             "type": "http",
@@ -316,45 +289,6 @@ class BackgroundResponses:
                 del self._logs[response_id]
 
 
-class _Exchange:
-    """The connection of a request that a job sends."""
-
-    def __init__(self, body: bytes, log: _EventLog | None) -> None:
-        self._body: bytes | None = body
-        self._log = log
-        self._answer = b""
-
-    async def receive(self) -> MutableMapping[str, Any]:
-        """The body, and then nothing: a job does not leave."""
-        body, self._body = self._body, None
-        if body is None:
-            await asyncio.Event().wait()
-        return {"type": "http.request", "body": body or b"", "more_body": False}
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Take a piece of the answer."""
-        piece: bytes = message.get("body", b"")
-        if self._log is None:
-            self._answer += piece
-        elif piece and not is_cancelled():
-            # One that is cancelled ends by its job, and not by what the route says of it.
-            self._log.add(piece)
-
-    def response(self) -> dict[str, object]:
-        """The response that came. Raises a KakeyaError where its stream ended with one."""
-        if self._log is None:
-            whole: dict[str, object] = json.loads(self._answer)
-            return whole
-        last: dict[str, object] = _data_of(self._log.events[-1])["response"]
-        if last["status"] == "failed":
-            error = last["error"]
-            assert isinstance(error, dict), last
-            failed = _Failed(error["message"])
-            failed.code = error["code"]
-            raise failed
-        return last
-
-
 def body_of(job: Job) -> bytes:
     """A response as it is now, as JSON."""
     if job.result is not None:
@@ -382,20 +316,15 @@ def _copy_of(job: Job, body: Mapping[str, object], client: str, model: str) -> A
     )
 
 
-def _last_event(job: Job, log: _EventLog, sent: int) -> bytes:
+def _last_event(job: Job, log: ResponseLog, sent: int) -> bytes:
     """The end of a stream, where its job ended without telling one."""
-    is_told = bool(log.events) and _data_of(log.events[-1])["type"] in _LAST
+    is_told = bool(log.events) and data_of(log.events[-1])["type"] in _LAST
     if is_told or not job.state.is_end:  # the latter where this node stops
         return b""
     return numbered_event(sent, "response.failed", response=json.loads(body_of(job)))
 
 
 _LAST = ("response.completed", "response.incomplete", "response.failed")
-
-
-def _data_of(event: bytes) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(event.partition(b"\ndata: ")[2])
-    return data
 
 
 def _kept_headers(headers: Headers) -> Sequence[tuple[str, str]]:
