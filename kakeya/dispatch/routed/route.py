@@ -236,6 +236,7 @@ class RequestRoute:
         peers = _to_ask(trusted if trusted or has_own else left, told)
         self._live |= {peer.node_id: peer for peer in peers}
         answers: Mapping[str, Quote | str] = {}
+        asked_mono = self._clock.mono()
         if peers:
             answers = await self._peers.quotes(
                 peers, self._model_id, self._client, rest.token_ids, rest.cuts
@@ -247,7 +248,11 @@ class RequestRoute:
             if not _has_words_of(self._facts, self._own.facts):
                 quote = "its vocabulary is not that of the prompt"
             found.append(self._candidate(own_id, quote, None))
-        found += [self._candidate(peer.node_id, answers[peer.node_id], peer) for peer in peers]
+        # Requests of this node that were routed since then are in no quote.
+        age_s = self._clock.mono() - asked_mono
+        found += [
+            self._candidate(peer.node_id, answers[peer.node_id], peer, age_s) for peer in peers
+        ]
         unsure: list[RouteCandidate] = []
         if all(one.unfit for one in found):
             # A node that would refuse now may let the request wait, and a late one may be busy.
@@ -290,7 +295,7 @@ class RequestRoute:
         return "" if quote is None else quote.refusal
 
     def _candidate(
-        self, node_id: str, quote: Quote | str, peer: ServingPeer | None
+        self, node_id: str, quote: Quote | str, peer: ServingPeer | None, age_s: float = 0.0
     ) -> RouteCandidate:
         if isinstance(quote, str):
             return RouteCandidate(node_id=node_id, unfit=quote)
@@ -328,6 +333,7 @@ class RequestRoute:
             warm_tokens=max(quote.cached_tokens, quote.alike.tokens),
             held_tokens=quote.cached_tokens,
             sharers=quote.alike.requests,
+            age_s=age_s,
             unfit=unfit,
         )
 

@@ -10,7 +10,8 @@ from kakeya.core.errors import PeerUnavailable
 from kakeya.dispatch.peers.neighbours import LATE, MOST_QUOTED
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.route import RequestRoute
-from kakeya.dispatch.routing.decision import NoRoute
+from kakeya.dispatch.routing.candidate import RouteCandidate, RoutedRequest
+from kakeya.dispatch.routing.decision import NoRoute, choose
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import ModelFacts, ModelState, PromptsAlike, RequestLoad
 from kakeya.generation.frames import Tokens
@@ -55,6 +56,24 @@ async def test_requests_of_other_nodes_count_by_the_rates_that_a_node_tells() ->
     assert right.later_s == right.places_s == 0
     assert left_estimate.later_s > 0
     assert left_estimate.places_s > 0
+
+
+async def test_what_was_routed_to_a_node_while_it_quoted_counts() -> None:
+    shelf = Shelf()
+
+    def meanwhile() -> None:
+        shelf.clock.advance(0.01)
+        other = RoutedRequest(prompt_tokens=5000)
+        shelf.history.begin(other, choose(other, [RouteCandidate(node_id="left")]))
+        shelf.clock.advance(0.01)
+
+    shelf.fleet.meanwhile = meanwhile
+    decision, _ = await route_of(shelf).decide(job_of())
+    assert decision.node_id == "right"
+    assert {one.node_id: one.wait_s > 1 for one in decision.estimates} == {
+        "left": True,
+        "right": False,
+    }
 
 
 async def test_a_prefix_that_a_node_computes_for_another_one_is_warm_there() -> None:
@@ -179,8 +198,6 @@ async def test_an_answer_of_unknown_weights_is_not_continued() -> None:
 
 def test_only_so_many_conversations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     from kakeya.dispatch.routed import history
-    from kakeya.dispatch.routing.candidate import RouteCandidate, RoutedRequest
-    from kakeya.dispatch.routing.decision import choose
 
     monkeypatch.setattr(history, "_MOST_CONVERSATIONS", 2)
     known = RouteHistory(FakeClock())

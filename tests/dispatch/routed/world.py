@@ -78,6 +78,8 @@ class ToyFleet:
         self.rates: dict[str, dict[str, float]] = {}
         """Of the nodes that share KV: the bytes/s from others."""
         self.adapters: tuple[AdaptedId, ...] = ()
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What happens while quotes are on their way."""
 
     def is_here(self, node: ToyNode) -> bool:
         return node.away_until_mono <= self.clock.mono()
@@ -126,6 +128,7 @@ class ToyFleet:
             found[peer.node_id] = node.quote_fails or quote_of(
                 node.model, token_ids, cuts, self.rates.get(peer.node_id)
             )
+        self.meanwhile()
         return found
 
     def kv_rates(self, model_id: str) -> Mapping[str, float] | None:

@@ -57,7 +57,7 @@ async def test_every_answer_to_a_listed_page_can_be_read_errors_and_streams_too(
             ("/v1/chat/completions", {**CHAT, "stream": True}, 200),
             ("/v1/chat/completions", {**CHAT, "model": "no"}, 404),
             ("/v1/no", {}, 404),
-            ("/v1/messages/no", {}, 404),
+            ("/v1/messages/no/such", {}, 404),
         ):
             reply = await served.http.post(path, json=body, headers={"origin": PAGE})
             assert (reply.status_code, path) == (status, path)
