@@ -248,7 +248,7 @@ class RequestRoute:
             if not _has_words_of(self._facts, self._own.facts):
                 quote = "its vocabulary is not that of the prompt"
             found.append(self._candidate(own_id, quote, None))
-        # Requests of this node that were routed since then are in no quote.
+        # What this node routed since then may be in no quote.
         age_s = self._clock.mono() - asked_mono
         found += [
             self._candidate(peer.node_id, answers[peer.node_id], peer, age_s) for peer in peers

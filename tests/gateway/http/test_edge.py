@@ -75,7 +75,7 @@ def test_anthropics_types_follow_the_status(status: int, kind: str) -> None:
 async def test_errors_of_the_router_and_of_the_check_have_the_form_of_their_path(folder):
     async with serving(ToyModel(folder)) as served:
         for path, read in (
-            ("/v1/messages/no", lambda body: body["error"]["message"]),
+            ("/v1/messages/no/such", lambda body: body["error"]["message"]),
             ("/api/no", lambda body: body["error"]),
             ("/no", lambda body: body["error"]["message"]),
         ):
@@ -90,7 +90,7 @@ async def test_every_answer_has_an_id_that_the_log_has_too(folder, caplog):
         with caplog.at_level(logging.DEBUG, logger="kakeya.gateway.http.edge"):
             replies = [
                 await served.http.get("/healthz"),
-                await served.http.post("/v1/messages/no"),
+                await served.http.post("/v1/messages/no/such"),
                 await served.http.post("/v1/chat/completions", json=CHAT),
                 await served.http.post("/v1/chat/completions", json={**CHAT, "stream": True}),
                 await served.http.post("/v1/chat/completions", json={**CHAT, "model": "no"}),
