@@ -19,6 +19,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import cache
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -164,10 +166,12 @@ class KvBlocks:
         layers = kv_layers.layers_of(caches)
         lie = rings if rings is not None else [None] * len(layers)
         made = []
-        for layer, rows, ring in zip(layers, self._rows, lie, strict=True):
+        for layer, rows, ring, queue in zip(layers, self._rows, lie, cycle(_queues())):
             places = kv_layers.places(layer, tokens) if ring is None else ring.places
-            made.append([mx.zeros(part.shape(places), kind_of(part.dtype)) for part in rows])
-        mx.eval(made)
+            kinds = [(part.shape(places), kind_of(part.dtype)) for part in rows]
+            made.append([mx.zeros(*kind, stream=queue) for kind in kinds])
+            # The system's first touch of its pages takes longer than the copy: both go on at once.
+            mx.async_eval(made[-1])  # type: ignore[no-untyped-call]
         offset = 0  # bytes of each position that lie in front
         for layer, rows, raws, ring in zip(layers, self._rows, made, lie, strict=True):
             wanted = kv_layers.wanted(layer, tokens) if ring is None else ((0, ring.rows),)
@@ -270,6 +274,13 @@ def _forward(model: LoadedModel, caches: list[Any], first: int, tokens: int) -> 
     logits = model.forward(text, caches)
     mx.eval(logits, [layer.state for layer in caches])
     return logits
+
+
+@cache
+def _queues() -> tuple[mx.ThreadLocalStream | None, ...]:
+    """Queues that make memory for KV, None = the usual one: the CPU has two, a core each."""
+    is_cpu = mx.default_device().type == mx.DeviceType.cpu
+    return (None, mx.new_thread_local_stream(mx.cpu)) if is_cpu else (None,)
 
 
 def _view(block: KvView, offset: int, shape: tuple[int, ...], dtype: mx.Dtype) -> Bits:
