@@ -21,6 +21,8 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PRINTED = "127.0.0.1:50051"
 DECODE, WATCH, PLAN, GENERATE = programs("library.md")
+PATIENT = "timeout_s=60"
+"""A draft that comes later than after two seconds counts as a failure: here it is waited for."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -69,7 +71,7 @@ def plainly(prompt: str, count: int) -> str:
 
 
 async def test_a_program_decodes_and_a_node_drafts(node: NodeProcess) -> None:
-    said = await output(DECODE, node)
+    said = await output(DECODE.replace('"ngram")', f'"ngram", {PATIENT})'), node)
     answer, _, told = said.rstrip("\n").rpartition("\n")
     assert answer == await asyncio.to_thread(
         plainly, "class Point:\n    def __init__(self, x, y):\n", 64
@@ -80,7 +82,8 @@ async def test_a_program_decodes_and_a_node_drafts(node: NodeProcess) -> None:
 
 
 async def test_a_program_decodes_with_the_planned_proposer(node: NodeProcess) -> None:
-    plan, tokens = (await output(PLAN, node)).splitlines()
+    program = PLAN.replace("identity=identity", f"identity=identity, {PATIENT}")
+    plan, tokens = (await output(program, node)).splitlines()
     assert plan.startswith(f"verify {VERIFIER} on left")
     assert len(tokens.split(",")) == 32
 

@@ -34,7 +34,7 @@ async def run(
     address: str,
     meanwhile: Callable[[asyncio.subprocess.Process], Awaitable[None]] | None = None,
 ) -> tuple[list[str], str, int | None]:
-    """Run a program in a process of its own; its words, what it complained of, its status."""
+    """Run a program in a process of its own; its words, its traceback if any, its status."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", program, address),
         stdout=asyncio.subprocess.PIPE,
@@ -43,7 +43,8 @@ async def run(
     if meanwhile is not None:
         await meanwhile(child)
     said, problems = await child.communicate()
-    return said.decode().split(), problems.decode(), child.returncode
+    _, _, traceback = problems.decode().partition("Traceback")  # gRPC may have words of its own
+    return said.decode().split(), traceback, child.returncode
 
 
 async def test_a_session_generates_what_the_asyncio_client_does() -> None:
