@@ -26,7 +26,7 @@ from kakeya.text.tools.answer import Part
 _log = logging.getLogger(__name__)
 GROUP = "kakeya.backends"
 _OURS: Mapping[str, type[BackendSettings]] = {"clouds": CloudSettings, "commands": CommandSettings}
-_NEEDED = ("problem", "model_ids", "serves", "describe", "open")
+_NEEDED = ("problem", "model_ids", "serves", "shared_ids", "describe", "open")
 Backends = Mapping[str, Mapping[str, BackendSettings]]
 """The tables of a node, by kind and name."""
 
@@ -87,6 +87,10 @@ class LostSettings:
     def serves(self, name: str, model_id: str) -> bool:
         """As `BackendSettings`."""
         return name in re.split("[:/]", model_id)
+
+    def shared_ids(self, name: str) -> tuple[str, ...]:
+        """As `BackendSettings`."""
+        return ()
 
     def describe(self) -> Json:
         """As `BackendSettings`."""

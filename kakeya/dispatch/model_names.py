@@ -6,7 +6,10 @@ model behind a backend. Where it is none of them, the profile of the client may 
 
 from __future__ import annotations
 
-from kakeya.backends.relay.relays import RelayedModel, Relays
+from collections.abc import Sequence
+from typing import Protocol
+
+from kakeya.backends.relay.relays import RelayedModel
 from kakeya.backends.request import ModelNotFound
 from kakeya.core.errors import NotFound, Unsupported
 from kakeya.core.settings import nearest
@@ -15,10 +18,24 @@ from kakeya.dispatch.tasks import TaskChoice
 from kakeya.generation.model import ModelDirectory, ServedModel
 
 
+class RelayDirectory(Protocol):
+    """Backends that answer whole requests, by the names of their models."""
+
+    def find(self, model_id: str) -> RelayedModel | None:
+        """Find a model by its name; None = it is of no backend."""
+        ...
+
+    def models(self, named: Sequence[str] = ()) -> list[RelayedModel]:
+        """The models that the backends tell of, and those of them that are `named` elsewhere."""
+        ...
+
+
 class ModelNames:
     """Finds models by their names."""
 
-    def __init__(self, directory: ModelDirectory, tasks: TaskRegistry, relays: Relays) -> None:
+    def __init__(
+        self, directory: ModelDirectory, tasks: TaskRegistry, relays: RelayDirectory
+    ) -> None:
         self._directory = directory
         self.tasks = tasks
         self.relays = relays

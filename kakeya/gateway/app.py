@@ -52,7 +52,7 @@ from kakeya.core.figures import Figure
 from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.jobs import JobQueue
-from kakeya.dispatch.model_names import ModelNames
+from kakeya.dispatch.model_names import ModelNames, RelayDirectory
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.gateway.anthropic.count import CountRoute
@@ -122,6 +122,7 @@ def build_app(
     clients: Clients | None = None,
     tasks: TaskRegistry | None = None,
     relays: Relays | None = None,
+    routed: RelayDirectory | None = None,
     capabilities: Capabilities | None = None,
 ) -> Starlette:
     """Build the application.
@@ -136,8 +137,9 @@ def build_app(
     `store_bytes` are for responses that later requests can go on from; 0 = none is kept. `copies`
     are of streamed ones, with which any node goes on; None = there are none. `tasks` are names that
     stand for one of several models; None = there are none. `relays` are backends that answer whole
-    requests in the place of an engine; None = there are none. `jobs` get the kinds of work that go
-    on in the background, and are started later; `capabilities` None = there are none.
+    requests in the place of an engine, None = there are none; `routed` finds those of peers too,
+    None = there are only the own ones. `jobs` get the kinds of work that go on in the background,
+    and are started later; `capabilities` None = there are none.
     """
     metrics = HttpMetrics(
         figures,
@@ -151,7 +153,7 @@ def build_app(
         router, texts=texts, limits=limits, clock=clock, rng=rng, precache=precache
     )
     generations = Generations(
-        ModelNames(directory, tasks, relays),
+        ModelNames(directory, tasks, routed or relays),
         preparation,
         texts=texts,
         metrics=metrics,

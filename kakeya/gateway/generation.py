@@ -137,7 +137,7 @@ class Generations:
         and set the head of the reply. Raises as `Preparation.jobs` and `Backend.check`."""
         if isinstance(model, RelayedModel):
             owner = share_of(client_of(scope), scope)
-            return self._relayed.prepare(reply, asked, model, scope, owner)
+            return await self._relayed.prepare(reply, asked, model, scope, owner)
         return await self.preparation.jobs(reply, asked, model, scope, wait)
 
     def run(self, job: GenerationJob) -> AsyncGenerator[tuple[Answer, Part], None]:

@@ -90,14 +90,14 @@ class RelayedGenerations:
         self._clock = clock
         self._rng = rng
 
-    def prepare(
+    async def prepare(
         self, reply: Reply, asked: Request, model: RelayedModel, scope: Scope, owner: str
     ) -> Sequence[RelayedJob]:
         """Check what only the backend can tell, and set the head of the reply. Returns a job for
         each answer to `asked`, the reply's request once it is settled; `owner` is its client.
         Raises as `Backend.check`."""
         began_mono = self._clock.mono()
-        if ignored := model.relay.check(asked):
+        if ignored := await model.relay.check(asked):
             note_ignored(scope, ignored)
         reply.head = AnswerHead(
             answer_id=answer_id(scope, reply.id_prefix),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kakeya.core.errors import InvalidArgument
 from kakeya.generation.facts import ModelState
 from kakeya.generation.manifest import Manifest
 from kakeya.generation.request import GenerationPriority
@@ -14,6 +15,11 @@ from kakeya.generation.waiting import RequestWait, WaitTeller
 
 Tell = Callable[[float, str], None]
 """Hears how far an image is: a share from 0 to 1, and a phrase such as "step 3 of 20"."""
+MOST_IMAGES = 10
+MOST_STEPS = 150
+LEAST_SIDE, MOST_SIDE = 64, 2048
+MOST_PIXELS = 2 * 1024 * 1024
+"""OpenAI's largest size, 1792x1024, has fewer."""
 
 
 class PipelineKind(StrEnum):
@@ -64,8 +70,8 @@ class ImageModel(Protocol):
         ...
 
     @property
-    def kind(self) -> PipelineKind:
-        """The family of its pipeline."""
+    def kind(self) -> PipelineKind | None:
+        """The family of its pipeline; None = only its node knows it."""
         ...
 
     @property
@@ -99,3 +105,22 @@ class ImageModel(Protocol):
         QueueFull, and the memory arbiter's errors.
         """
         ...
+
+
+def is_drawable(width: int, height: int) -> bool:
+    """Whether some pipeline draws images of this size."""
+    is_side = all(LEAST_SIDE <= one <= MOST_SIDE and one % 8 == 0 for one in (width, height))
+    return is_side and width * height <= MOST_PIXELS
+
+
+def check_size(size: tuple[int, int] | None, model: ImageModel) -> None:
+    """Raise InvalidArgument for a size that a model's pipeline does not draw, where it is known."""
+    if size is None or model.kind is None:
+        return
+    step = model.kind.size_step
+    if any(side % step for side in size):
+        raise InvalidArgument(
+            f"size is {size[0]}x{size[1]}; {model.model_id} draws with {model.kind}, where both "
+            f"sides must be multiples of {step}",
+            param="size",
+        )

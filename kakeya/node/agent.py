@@ -116,6 +116,7 @@ class Agent:
             on_change=self._changed.set,
         )
         self._engines = self._memory.engines
+        self._relays = Relays(config.backends, self._clock)
         self._awake = StayAwake(config.chosen.awake, clock=self._clock)
 
     async def __aenter__(self) -> Self:
@@ -197,11 +198,12 @@ class Agent:
             file=self._folder / LIVE,
         )
         await self._ladders.restore()
-        self._relays = await stack.enter_async_context(Relays(self._config.backends, self._clock))
+        await stack.enter_async_context(self._relays)
         self._jobs = await stack.enter_async_context(node_jobs(self._folder, self._clock))
         self._services = Services(
             self._plane,
             self._models,
+            self._relays,
             self._config.sessions,
             self._pages,
             self._precache,
@@ -349,6 +351,7 @@ class Agent:
             clients=self._services.clients,
             tasks=self._ladders,
             relays=self._relays,
+            routed=self._services.relays,
             jobs=self._jobs,
             capabilities=Capabilities(self._memory, self._jobs),
         )
@@ -374,6 +377,7 @@ class Agent:
             self._engines.offered(),
             self._memory.images.offered(),
             self._engines.unloaded(),
+            self._relays.offered(),
         )
 
     async def _follow_changes(self) -> None:

@@ -12,6 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from kakeya.adapters.service import AdapterService
+from kakeya.backends.relay.relays import Relays
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
 from kakeya.core.ids import NGRAM
@@ -23,12 +24,14 @@ from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.drain import NodeDrain
 from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeers
+from kakeya.dispatch.peers.relay_service import RelayService
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.dispatch.routed.declared_copies import DeclaredCopies
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.models import RoutedModels
+from kakeya.dispatch.routed.relays import RoutedRelays
 from kakeya.fleet.placement.draft_sources import FleetDrafts
 from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
@@ -51,6 +54,7 @@ from kakeya.v1.distributed_pb2_grpc import add_ProposerServiceServicer_to_server
 from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
+from kakeya.v1.relay_pb2_grpc import add_RelayServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.v1.serving_pb2_grpc import add_ServingServiceServicer_to_server
 from kakeya.v1.sessions_pb2_grpc import add_SessionMoveServiceServicer_to_server
@@ -70,6 +74,7 @@ class Services:
         self,
         plane: NodeFleet,
         models: VerifierDirectory,
+        relays: Relays,
         sessions: SessionConfig,
         pages: NodePages,
         precache: NodePrecache,
@@ -109,6 +114,8 @@ class Services:
         self.models = RoutedModels(models, self.serving_peers, self.routes)
         """The models of the fleet, for clients of this node."""
         precache.elsewhere = self.models.turn_elsewhere
+        self.relays = RoutedRelays(relays, self.models, self.serving_peers)
+        self._relay = RelayService(relays, models, self.clients)
         held = HeldAnswers(most_bytes=resume_bytes, mono=clock.mono)
         self.declared_copies = DeclaredCopies(
             precache.declared,
@@ -181,8 +188,8 @@ class Services:
 
     @property
     def served(self) -> int:
-        """Generations that were begun for peers."""
-        return self._serving.served
+        """Answers that were begun for peers."""
+        return self._serving.served + self._relay.served
 
     def start(self, supervisor: Supervisor, on_change: Callable[[], None]) -> None:
         """Start background work; `on_change` is called when the card needs new facts."""
@@ -200,6 +207,7 @@ class Services:
         add_RuntimeServiceServicer_to_server(self.runtime, server)
         add_SessionMoveServiceServicer_to_server(self._moves, server)
         add_ServingServiceServicer_to_server(self._serving, server)
+        add_RelayServiceServicer_to_server(self._relay, server)
         add_PrecacheServiceServicer_to_server(self._precache, server)
         add_ProposerServiceServicer_to_server(self._proposers, server)
         add_DraftStreamServiceServicer_to_server(self._streams, server)
@@ -210,6 +218,7 @@ class Services:
     def _begin_drain(self, reason: str) -> None:
         self.runtime.drain(reason)
         self._serving.drain(reason)
+        self._relay.drain(reason)
         self.models.drain(reason)
         self.mover.leave()
         self._health.hold("drain", reason)
@@ -220,6 +229,7 @@ class Services:
         """Refuse new work for peers; running calls may end, idle streams end now."""
         self.runtime.drain(reason)
         self._serving.drain(reason)
+        self._relay.drain(reason)
         self._streams.drain()
         self._plane.watches.drain()
         self.peers.drain()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import grpc
 import grpc.aio
 
-from kakeya.core.errors import DeadlineExceeded, PeerUnavailable
+from kakeya.core.errors import DeadlineExceeded, KakeyaError, PeerUnavailable
 from kakeya.core.tasks import is_cancelled
 from kakeya.wire.status import error_from_rpc
 
@@ -36,13 +36,13 @@ async def call_bytes(
 
 
 @contextmanager
-def calling(peer: str) -> Iterator[None]:
-    """Raise the error for a call within that failed, with the peer's own words; a closed channel is
-    a peer that is not available. The caller's own cancellation passes."""
+def calling(peer: str, *kinds: type[KakeyaError]) -> Iterator[None]:
+    """Raise the error for a call within that failed, as `error_from_rpc`; a closed channel is a
+    peer that is not available. The caller's own cancellation passes."""
     try:
         yield
     except grpc.RpcError as failure:
-        raise error_from_rpc(failure, peer) from failure
+        raise error_from_rpc(failure, peer, *kinds) from failure
     except grpc.aio.UsageError as failure:
         raise PeerUnavailable(f"{peer}: the channel was closed before the call") from failure
     except asyncio.CancelledError as failure:

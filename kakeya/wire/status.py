@@ -74,13 +74,15 @@ def _status_of_kind(kind: type[errors.KakeyaError]) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.KakeyaError:
+def error_from_rpc(
+    error: grpc.RpcError, peer: str, *kinds: type[errors.KakeyaError]
+) -> errors.KakeyaError:
     """Make the error for a failed call to `peer`, with the peer's own words.
 
     A Kakeya node names the exact error, with its fields; the name counts if the status of the call
-    agrees with it.
+    agrees with it, and it is in the tree of errors or of one of the `kinds`.
     """
-    return error_from_status(*rpc_status(error), peer)
+    return error_from_status(*rpc_status(error), peer, *kinds)
 
 
 def rpc_status(error: grpc.RpcError) -> tuple[grpc.StatusCode | None, str, Mapping[str, str]]:
@@ -91,12 +93,18 @@ def rpc_status(error: grpc.RpcError) -> tuple[grpc.StatusCode | None, str, Mappi
 
 
 def error_from_status(
-    code: grpc.StatusCode | None, details: str, said: Mapping[str, str], peer: str
+    code: grpc.StatusCode | None,
+    details: str,
+    said: Mapping[str, str],
+    peer: str,
+    *kinds: type[errors.KakeyaError],
 ) -> errors.KakeyaError:
-    """Make the error for a status from `peer`; `said` is the metadata of the same call."""
+    """Make the error for a status from `peer`; `said` is the metadata of the same call, `kinds` are
+    as of `error_from_rpc`."""
     words = f"{peer}: {details or code}"
     kind = ERROR_BY_STATUS.get(code, errors.PeerError) if code else errors.PeerError
-    named = _NAMED.get(said.get("kakeya-error", ""), kind)
+    name = said.get("kakeya-error", "")
+    named = next((one for one in kinds if one.code == name), _NAMED.get(name, kind))
     if _status_of_kind(named) is code and named is not errors.KakeyaError:
         kind = named
     failure: errors.KakeyaError

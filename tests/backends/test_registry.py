@@ -54,7 +54,10 @@ def test_a_package_brings_a_kind(package) -> None:
         ("1 / 0", "division by zero"),
         ("import no_such_module_here", "no_such_module_here"),
         ("Other = 1", "Settings"),
-        ("class Settings: ...", "a dataclass with problem, model_ids, serves, describe, open"),
+        (
+            "class Settings: ...",
+            "a dataclass with problem, model_ids, serves, shared_ids, describe",
+        ),
         (GOOD + "Settings = Settings()", "is no settings of a backend"),
     ],
 )
@@ -68,6 +71,7 @@ def test_a_package_that_cannot_be_loaded_is_told(package, source: str, says: str
 async def test_the_tables_of_a_lost_package_refuse_requests_with_the_reason() -> None:
     lost = LostSettings("other:Settings cannot be used: it is gone")
     assert [lost.serves("o", name) for name in ("o", "other:o/m", "moon")] == [True, True, False]
+    assert lost.shared_ids("o") == ()
     backend = lost.open("o")
     assert backend.health() == lost.reason
     with pytest.raises(LoadFailed, match="it is gone"):

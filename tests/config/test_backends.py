@@ -35,9 +35,14 @@ def test_tables_are_read_and_describe_themselves_without_secrets(read, monkeypat
         "key_file": None,
         "models": [],
         "timeout_s": 120.0,
+        "shared": False,
     }
     assert echo.argv == ("cat", "-u", "-u", "")
-    assert echo.describe() == {"program": "cat", "timeout_s": 120.0, "at_once": 4}
+    told = {"program": "cat", "timeout_s": 120.0, "at_once": 4, "shared": False}
+    assert echo.describe() == told
+    shared = read(WEST + "shared = true\n" + ECHO + "shared = true\n").backends
+    assert shared["clouds"]["west"].shared_ids("west") == ("cloud:west/*",)
+    assert shared["commands"]["echo"].shared_ids("echo") == ("echo",)
     assert "sk-very-secret" not in repr(config)
     assert load([], {}).backends == {}
 

@@ -14,6 +14,8 @@ from kakeya.backends.request import Request
 from kakeya.core.figures import Json
 from kakeya.text.tools.answer import FinishReason, Part
 
+ANY = "*"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
@@ -75,6 +77,11 @@ class BackendSettings(Protocol):
 
     def serves(self, name: str, model_id: str) -> bool:
         """Whether requests for a model go to the backend of the table NAME."""
+        ...
+
+    def shared_ids(self, name: str) -> Sequence[str]:
+        """What other nodes may ask the table NAME for: names of models, or with `ANY` at its end
+        what all of them begin with; none = the backend answers clients of this node alone."""
         ...
 
     def describe(self) -> Json:

@@ -27,6 +27,12 @@ def model_of(name: str, model_id: str) -> str:
     return ""
 
 
+def whole_name(model_id: str) -> str:
+    """The name of a cloud's model without the short form."""
+    model = model_id.removeprefix(f"{_CLAUDE}:")
+    return model_id if model == model_id else f"cloud:{_CLAUDE}/{model}"
+
+
 def chat_body(asked: ChatRequest, model: str, limit: str) -> dict[str, object]:
     """The body of a streamed chat; `limit` is what the service calls the most tokens."""
     messages = [_message(one) for one in asked.chat.messages]

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kakeya.backends.relay.backend import Backend
+from kakeya.backends.relay.backend import ANY, Backend
 from kakeya.backends.relay.cloud_body import model_of
 from kakeya.core.figures import Json
-from kakeya.core.settings import Illegal, Several, folder, number, setting, text, whole
+from kakeya.core.settings import Illegal, Several, folder, number, setting, switch, text, whole
 
 _MOST_S = 86_400.0
+_MOST_TOLD = 8
+"""Models of one cloud that other nodes are told by name: cards are small."""
 
 
 def _url(raw: object) -> str:
@@ -53,6 +55,7 @@ class CloudSettings:
     key_file: Path | None = setting("the file that holds its key instead", folder, None)
     models: tuple[str, ...] = setting("the models that may be asked for (all)", Several(text), ())
     timeout_s: float = setting("how long it may be silent", number(0.1, _MOST_S, "seconds"), 120.0)
+    shared: bool = setting("whether clients of other nodes are answered too", switch, False)
 
     def problem(self) -> str:
         """As `BackendSettings`."""
@@ -71,6 +74,14 @@ class CloudSettings:
         model = model_of(name, model_id)
         return bool(model) and (not self.models or model in self.models)
 
+    def shared_ids(self, name: str) -> tuple[str, ...]:
+        """As `BackendSettings`."""
+        if not self.shared:
+            return ()
+        if 0 < len(self.models) <= _MOST_TOLD:
+            return self.model_ids(name)
+        return (f"cloud:{name}/{ANY}",)
+
     def describe(self) -> Json:
         """As `BackendSettings`."""
         key_file = None if self.key_file is None else str(self.key_file)
@@ -80,6 +91,7 @@ class CloudSettings:
             "key_file": key_file,
             "models": list(self.models),
             "timeout_s": self.timeout_s,
+            "shared": self.shared,
         }
 
     def open(self, name: str) -> Backend:
@@ -103,6 +115,7 @@ class CommandSettings:
     argv: tuple[str, ...] = setting("the program and its arguments", _words, ())
     timeout_s: float = setting("how long it may run", number(0.1, _MOST_S, "seconds"), 120.0)
     at_once: int = setting("how many of it may run", whole(1, 256, "processes"), 4)
+    shared: bool = setting("whether clients of other nodes are answered too", switch, False)
 
     def problem(self) -> str:
         """As `BackendSettings`."""
@@ -116,9 +129,18 @@ class CommandSettings:
         """As `BackendSettings`."""
         return model_id == name
 
+    def shared_ids(self, name: str) -> tuple[str, ...]:
+        """As `BackendSettings`."""
+        return (name,) if self.shared else ()
+
     def describe(self) -> Json:
         """As `BackendSettings`; arguments may hold secrets."""
-        return {"program": self.argv[0], "timeout_s": self.timeout_s, "at_once": self.at_once}
+        return {
+            "program": self.argv[0],
+            "timeout_s": self.timeout_s,
+            "at_once": self.at_once,
+            "shared": self.shared,
+        }
 
     def open(self, name: str) -> Backend:
         """As `BackendSettings`."""

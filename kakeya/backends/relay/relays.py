@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 from kakeya.backends.registry import Backends
 from kakeya.backends.relay.backend import Backend, BackendSettings, Finished
@@ -44,8 +44,43 @@ _OF_REQUESTS = (InvalidArgument, NotFound, _TooLate)
 """Faults of a request and not of its backend."""
 
 
-class Relay:
-    """One backend: what it was asked, and how it is."""
+class Relay(Protocol):
+    """A backend that answers whole requests, of this node or of a peer."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of its table."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """That of its table, or of the peer."""
+        ...
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The peers that have it, by their labels; none = this node has it."""
+        ...
+
+    @property
+    def problem(self) -> str:
+        """Why requests should go elsewhere, in one sentence; "" = they need not."""
+        ...
+
+    async def check(self, asked: Request) -> Sequence[str]:
+        """As `Backend.check`. Raises LoadFailed where it was not started."""
+        ...
+
+    def answer(self, asked: Request) -> AsyncGenerator[Part | Finished, None]:
+        """Answer as `Backend.handle`. Raises DeadlineExceeded where no part comes in the
+        request's time, and PeerProtocol for a backend that breaks its contract."""
+        ...
+
+
+class OwnRelay:
+    """A `Relay` of this node: what it was asked, and how it is."""
+
+    nodes: Sequence[str] = ()
 
     def __init__(self, kind: str, name: str, settings: BackendSettings, clock: Clock) -> None:
         self.kind = kind
@@ -60,7 +95,7 @@ class Relay:
 
     @property
     def problem(self) -> str:
-        """Why requests should go elsewhere, in one sentence; "" = they need not."""
+        """See `Relay`."""
         if self._backend is None:
             return self.last_error or f"{self.name} was not started"
         is_failed = self._clock.mono() < self._failed_until_mono
@@ -88,13 +123,12 @@ class Relay:
         except Exception as fault:  # noqa: BLE001 - foreign code
             event(_log, "backend did not stop", level=logging.WARNING, name=self.name, fault=fault)
 
-    def check(self, asked: Request) -> Sequence[str]:
-        """As `Backend`. Raises LoadFailed where it was not started."""
+    async def check(self, asked: Request) -> Sequence[str]:
+        """See `Relay`."""
         return self._started().check(asked)
 
     async def answer(self, asked: Request) -> AsyncGenerator[Part | Finished, None]:
-        """Answer as `Backend.handle`. Raises DeadlineExceeded where no part comes in the
-        request's time, and PeerProtocol for a backend that breaks its contract."""
+        """See `Relay`."""
         backend = self._started()
         self.requests += 1
         self.running += 1
@@ -180,7 +214,7 @@ class Relays:
 
     def __init__(self, backends: Backends, clock: Clock) -> None:
         self._relays = tuple(
-            Relay(kind, name, settings, clock)
+            OwnRelay(kind, name, settings, clock)
             for kind, tables in backends.items()
             for name, settings in tables.items()
         )
@@ -194,16 +228,29 @@ class Relays:
 
     def find(self, model_id: str) -> RelayedModel | None:
         """Find a model by its name; None = it is of no backend."""
-        for relay in self._relays:
-            if relay.settings.serves(relay.name, model_id):
-                return RelayedModel(model_id, relay)
-        return None
+        relay = self._relay(model_id)
+        return None if relay is None else RelayedModel(model_id, relay)
 
     def models(self, named: Sequence[str] = ()) -> list[RelayedModel]:
         """The models that the backends tell of, and those of them that are `named` elsewhere."""
         told = [one for relay in self._relays for one in relay.settings.model_ids(relay.name)]
         found = map(self.find, dict.fromkeys((*told, *named)))
         return [model for model in found if model is not None]
+
+    def shared(self, model_id: str) -> OwnRelay:
+        """The backend of a model that peers may ask for. Raises NotFound."""
+        relay = self._relay(model_id)
+        if relay is None or not relay.settings.shared_ids(relay.name):
+            raise NotFound(f"no model {model_id[:80]!r} is shared here")
+        return relay
+
+    def offered(self) -> list[tuple[str, str]]:
+        """The kind of each backend that peers may ask, with each of its `shared_ids`."""
+        return [
+            (relay.kind, name)
+            for relay in self._relays
+            for name in relay.settings.shared_ids(relay.name)
+        ]
 
     def status(self) -> list[Json]:
         """All backends."""
@@ -219,3 +266,6 @@ class Relays:
         for relay in self._relays:
             found.setdefault(relay.kind, {})[relay.name] = relay.settings.describe()
         return dict(found)
+
+    def _relay(self, model_id: str) -> OwnRelay | None:
+        return next((one for one in self._relays if one.settings.serves(one.name, model_id)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from kakeya.core.errors import PeerProtocol, PeerUnavailable
+from kakeya.core.errors import PeerProtocol
 from kakeya.core.units import pack_ids
+from kakeya.dispatch.peers.beats import hear
 from kakeya.dispatch.peers.held_answers import AnswerCopy
 from kakeya.dispatch.peers.quote import AnswerOrigin, Quote
 from kakeya.dispatch.peers.wire import (
@@ -43,8 +43,6 @@ from kakeya.wire.calls import calling
 if TYPE_CHECKING:
     from kakeya.v1.serving_pb2_grpc import ServingServiceAsyncStub
 
-SILENT_S = 8.0
-"""A node that streams says something each second: after so long without a word it hangs."""
 _TEXT_S = 60.0
 _MARGIN_S = 5.0
 """Beside the seconds that the peer may take by itself."""
@@ -148,7 +146,7 @@ class PeerCalls:
         with calling(self._name):
             call = self._stub.Decode(message, timeout=_LONGEST_S)
         try:
-            while (answer := await self._next(call)) is not None:
+            while (answer := await hear(call, pb.RoutedDecodeResponse, self._name)) is not None:
                 if not answer.HasField("frames"):
                     told = wait_from_wire(answer.wait, model_id)
                     continue
@@ -163,19 +161,6 @@ class PeerCalls:
             raise PeerProtocol(f"{self._name}: the answer ended without a done frame")
         finally:
             call.cancel()
-
-    async def _next(
-        self, call: grpc.aio.UnaryStreamCall[pb.RoutedDecodeRequest, pb.RoutedDecodeResponse]
-    ) -> pb.RoutedDecodeResponse | None:
-        with calling(self._name):
-            try:
-                async with asyncio.timeout(SILENT_S):
-                    message = await call.read()
-            except TimeoutError:
-                raise PeerUnavailable(
-                    f"{self._name}: nothing was heard of the answer for {SILENT_S:g} s"
-                ) from None
-        return message if isinstance(message, pb.RoutedDecodeResponse) else None  # else its end
 
     async def release(self, model_id: str, client: str, kv_key: str) -> None:
         """Have the KV of a key forgotten. Raises the peer's errors."""

@@ -22,6 +22,7 @@ from kakeya.core.ids import NodeId
 from kakeya.core.log import event
 from kakeya.dispatch.peers.client import PeerCalls, PeerDescription
 from kakeya.dispatch.peers.quote import Quote
+from kakeya.dispatch.peers.relay_calls import RelayCalls
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, OfferedModel
 from kakeya.fleet.paths.link_rates import LOOPBACK
@@ -126,6 +127,11 @@ class ServingPeers:
     def calls(self, peer: ServingPeer) -> PeerCalls:
         """The calls of a peer."""
         return PeerCalls(self._plane.channels.get(peer.address, peer.node_id), peer.label)
+
+    def relay_calls(self, peer: ServingPeer) -> RelayCalls:
+        """The calls of a peer for whole requests."""
+        channel = self._plane.channels.get(peer.address, peer.node_id)
+        return RelayCalls(channel, peer.label, self.own_id)
 
     async def quotes(
         self,

@@ -6,8 +6,7 @@ never goes on to a third node.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -16,10 +15,16 @@ import grpc.aio
 
 from kakeya.core.errors import CapacityExhausted, NotFound, Refused
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.peers.beats import with_beats
 from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel, origin_of, quote_of
 from kakeya.dispatch.peers.text_files import TextFiles
-from kakeya.dispatch.peers.wire import manifest_to_wire, quote_to_wire, wait_to_wire
+from kakeya.dispatch.peers.wire import (
+    manifest_to_wire,
+    priority_from_wire,
+    quote_to_wire,
+    wait_to_wire,
+)
 from kakeya.generation.cuts import marked
 from kakeya.generation.engine_wire import (
     facts_to_wire,
@@ -28,10 +33,9 @@ from kakeya.generation.engine_wire import (
     request_from_wire,
 )
 from kakeya.generation.facts import ModelFacts
-from kakeya.generation.frames import Frame
 from kakeya.generation.kv import KvHolder
 from kakeya.generation.model import DraftRouter, LoadableModel
-from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.request import DecodeRequest
 from kakeya.generation.retention import Retention
 from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.names.keys import CacheKeys
@@ -43,8 +47,6 @@ from kakeya.v1.serving_pb2_grpc import ServingServiceServicer
 from kakeya.wire.status import errors_end
 
 Context = grpc.aio.ServicerContext[Any, Any]
-BEAT_S = 1.0
-"""After so long without a frame, a message says for what the request waits."""
 
 
 class ServingService(ServingServiceServicer):
@@ -88,7 +90,9 @@ class ServingService(ServingServiceServicer):
             facts = model.facts
             if facts is None:
                 self._refuse_new()
-                facts = await model.ready(request.wait_seconds, _priority(request.priority))
+                facts = await model.ready(
+                    request.wait_seconds, priority_from_wire(request.priority)
+                )
             return pb.DescribeModelResponse(
                 facts=facts_to_wire(facts),
                 manifest=manifest_to_wire(model.manifest),
@@ -141,7 +145,7 @@ class ServingService(ServingServiceServicer):
             self.served += 1
             with self._clients.request(asked.client, asked.user) as use:
                 frames = model.decode(replace(asked, wait=wait))
-                async with aclosing(_with_beats(frames)) as beaten:
+                async with aclosing(with_beats(frames)) as beaten:
                     async for frame in beaten:
                         if frame is None:
                             told = wait_to_wire(wait.ask())
@@ -284,26 +288,6 @@ class ServingService(ServingServiceServicer):
         return asked, model
 
 
-async def _with_beats(frames: AsyncGenerator[Frame, None]) -> AsyncGenerator[Frame | None, None]:
-    """The frames, and None after each `BEAT_S` without one. Closes the frames with itself."""
-    async with aclosing(frames):
-        while True:
-            coming = asyncio.ensure_future(anext(frames, None))
-            try:
-                while not coming.done():
-                    done, _ = await asyncio.wait((coming,), timeout=BEAT_S)
-                    if not done:
-                        yield None
-            finally:
-                if not coming.done():
-                    coming.cancel()
-                    await asyncio.wait((coming,))
-            frame = coming.result()
-            if frame is None:
-                return
-            yield frame
-
-
 def _claim(
     model_id: str, facts: ModelFacts, client: str, kv_key: str, retention: Retention
 ) -> PrefixClaim:
@@ -314,7 +298,3 @@ def _claim(
 
 def _retention(raw: int) -> Retention:
     return Retention(raw) if raw in set(Retention) else Retention.LONG
-
-
-def _priority(raw: int) -> GenerationPriority:
-    return GenerationPriority(min(raw, max(GenerationPriority)))

@@ -16,6 +16,7 @@ from kakeya.generation.facts import PromptsAlike, RequestLoad
 from kakeya.generation.frames import Done, Progress, Tokens
 from kakeya.generation.kv import NO_KV
 from kakeya.generation.manifest import GivenTemplate, Manifest, Thinking
+from kakeya.generation.request import GenerationPriority
 from kakeya.generation.waiting import RequestWait, WaitReason
 from kakeya.v1 import serving_pb2 as pb
 
@@ -128,6 +129,11 @@ def wait_from_wire(message: pb.RoutedWait, model_id: str) -> RequestWait | None:
         seconds=message.seconds or None,
         progress=message.progress,
     )
+
+
+def priority_from_wire(raw: int) -> GenerationPriority:
+    """The priority in a message; the least urgent one for a number that this build has not."""
+    return GenerationPriority(min(raw, max(GenerationPriority)))
 
 
 def copy_to_wire(copy: AnswerCopy, frames_before: int = 0) -> pb.AnswerCopy:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
+from collections.abc import Sequence
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
-from kakeya.dispatch.peers.neighbours import ServingPeers
+from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel
 from kakeya.dispatch.routed.embedder import RoutedEmbedder, VectorWeights
 from kakeya.dispatch.routed.history import RouteHistory
+from kakeya.dispatch.routed.images import RoutedImageModel, painters
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.fleet.cards.cards import CardRole
 from kakeya.generation.image import ImageModel
@@ -32,6 +35,7 @@ class RoutedModels(ModelDirectory):
         self._peers = peers
         self._history = history
         self._vectors = VectorWeights(history.clock)
+        self._drawing: Counter[str] = Counter()
 
     def drain(self, reason: str) -> None:
         """Begin nothing with the own models from now on: peers are asked for all."""
@@ -45,14 +49,11 @@ class RoutedModels(ModelDirectory):
             own = self._own.get(model_id, client)
         except (NotFound, InvalidArgument) as unknown:
             refused = unknown
-        name = own.model_id if own is not None else model_id or self._first()
+        name = own.model_id if own is not None else model_id or _first(self._peers.offering())
         offered = self._peers.offering(name) if name else ()
         if own is not None and self._draining:
             if not offered:
-                raise PeerUnavailable(
-                    f"this node takes no requests: {self._draining}, and no other node has {name}",
-                    retry_after_s=_RESTART_S,
-                )
+                raise self._leaving(name)
             own = None
         if own is not None and not offered:
             return own
@@ -92,12 +93,29 @@ class RoutedModels(ModelDirectory):
         return (*own, *(RoutedEmbedder(name, self._peers, self._vectors) for name in others))
 
     def image_model(self, model_id: str) -> ImageModel:
-        """An image model of this node."""
-        return self._own.image_model(model_id)
+        """See `ModelDirectory`; "" is the first one of this node, or else of a peer."""
+        own: ImageModel | None = None
+        refused: KakeyaError | None = None
+        try:
+            own = self._own.image_model(model_id)
+        except NotFound as unknown:
+            refused = unknown
+        name = own.model_id if own is not None else model_id or _first(painters(self._peers))
+        offered = painters(self._peers, name) if name else ()
+        if own is not None and self._draining and not offered:
+            raise self._leaving(name)
+        if own is not None and not offered:
+            return own
+        if refused is not None and not offered:
+            raise refused
+        return self._routed_image(name, None if self._draining else own)
 
     def image_models(self) -> tuple[ImageModel, ...]:
-        """The image models of this node."""
-        return self._own.image_models()
+        """The own ones, then those that only peers have, by name."""
+        own = self._own.image_models()
+        known = {model.model_id for model in own}
+        others = sorted({str(peer.offered.model_id) for peer in painters(self._peers)} - known)
+        return (*own, *(self._routed_image(name, None) for name in others))
 
     def turn_elsewhere(self, claim: PrefixClaim, kv_key: str, tokens: TokenSource) -> bool:
         """Have the next turn of a conversation warm at the peer that serves it; False where this
@@ -111,6 +129,15 @@ class RoutedModels(ModelDirectory):
         self._peers.warm_turn(peer, claim, kv_key, tokens)
         return True
 
-    def _first(self) -> str:
-        offered = [str(peer.offered.model_id) for peer in self._peers.offering()]
-        return min(offered, default="")
+    def _routed_image(self, model_id: str, own: ImageModel | None) -> RoutedImageModel:
+        return RoutedImageModel(model_id, own, self._peers, self._drawing)
+
+    def _leaving(self, name: str) -> PeerUnavailable:
+        return PeerUnavailable(
+            f"this node takes no requests: {self._draining}, and no other node has {name}",
+            retry_after_s=_RESTART_S,
+        )
+
+
+def _first(offering: Sequence[ServingPeer]) -> str:
+    return min((str(peer.offered.model_id) for peer in offering), default="")

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from kakeya.backends.request import ModelNotFound
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvalidArgument, NotFound, Unsupported
+from kakeya.core.errors import NotFound, PeerUnavailable, Unsupported
 from kakeya.dispatch.job import Job
 from kakeya.dispatch.jobs import JobKind, JobQueue, Tell
 from kakeya.gateway.coordinator_fields import CoordinatorFields, read_with_fields
@@ -51,18 +51,24 @@ from kakeya.gateway.openai.image_store import ImageStore
 from kakeya.gateway.openai.reply import compact
 from kakeya.gateway.openai.share_params import USERS, read_user, share_of
 from kakeya.generation.fair_bound import FairBound
-from kakeya.generation.image import DrawnImage, ImageModel, ImageRequest
+from kakeya.generation.image import (
+    LEAST_SIDE,
+    MOST_IMAGES,
+    MOST_PIXELS,
+    MOST_SIDE,
+    MOST_STEPS,
+    DrawnImage,
+    ImageModel,
+    ImageRequest,
+    check_size,
+    is_drawable,
+)
 from kakeya.generation.model import ModelDirectory
 from kakeya.generation.request import GenerationPriority
 from kakeya.generation.waiting import WaitTeller
 from kakeya.memory.arbiter.capability import MAX_WAITING
 
 KIND = "image"
-MOST_IMAGES = 10
-MOST_STEPS = 150
-LEAST_SIDE, MOST_SIDE = 64, 2048
-MOST_PIXELS = 2 * 1024 * 1024
-"""OpenAI's largest size, 1792x1024, has fewer."""
 MOST_PROMPT_CHARS = 32_000
 _SIZE_WANTED = (
     f'"auto" or WIDTHxHEIGHT, such as "1024x1024": both multiples of 8 from {LEAST_SIDE} to '
@@ -121,8 +127,7 @@ def _parse_size(value: object) -> tuple[int, int] | None:
     if len(sides) != 2 or not all(side.isascii() and side.isdecimal() for side in sides):
         refuse("size", value, _SIZE_WANTED)
     width, height = (int(side[:5]) for side in sides)
-    is_allowed = all(LEAST_SIDE <= one <= MOST_SIDE and one % 8 == 0 for one in (width, height))
-    if not is_allowed or width * height > MOST_PIXELS:
+    if not is_drawable(width, height):
         refuse("size", value, _SIZE_WANTED)
     return width, height
 
@@ -216,9 +221,13 @@ class ImageRoute:
         await send_json(send, 200, compact(answer))
 
     async def _work(self, job: Job, tell: Tell, wait: WaitTeller) -> object:
-        """Draw for a job. Raises as `ImageModel.draw`, and ModelNotFound."""
+        """Draw for a job. Raises as `ImageModel.draw`."""
         asked = json.loads(job.request)
-        model = self._find(asked.pop("model"))
+        try:
+            model = self._find(asked.pop("model"))
+        except ModelNotFound as unknown:
+            # It was found when the job came: its node is away, or not heard of since the start.
+            raise PeerUnavailable(unknown.message) from unknown
         size = asked.pop("size")
         request = ImageRequest(
             **asked | {"priority": GenerationPriority(asked["priority"])},
@@ -236,13 +245,7 @@ class ImageRoute:
     def _request(
         self, model: ImageModel, asked: ImageBody, fields: CoordinatorFields, scope: Scope
     ) -> ImageRequest:
-        step = model.kind.size_step
-        if asked.size and any(side % step for side in asked.size):
-            raise InvalidArgument(
-                f"size is {asked.size[0]}x{asked.size[1]}; {model.model_id} draws with "
-                f"{model.kind}, where both sides must be multiples of {step}",
-                param="size",
-            )
+        check_size(asked.size, model)
         return ImageRequest(
             prompt=asked.prompt,
             seed=self._rng.getrandbits(32) if asked.seed is None else asked.seed,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kakeya.backends.relay.relays import RelayedModel
+from kakeya.dispatch.routed.images import RoutedImageModel
 from kakeya.dispatch.tasks import TaskSpec
 from kakeya.gateway.generation import Generations
 from kakeya.gateway.http.authorization import client_of
@@ -119,6 +120,7 @@ class ModelRoutes:
             "role": "relay",
             "kind": model.relay.kind,
             "modalities": {"input": ["text"], "output": ["text"]},
+            **_nodes(model.relay.nodes),
         }
 
     def _common_body(self, model: LoadableModel | RelayedModel) -> dict[str, object]:
@@ -173,13 +175,19 @@ def image_body(model: ImageModel, created_at: int) -> dict[str, object]:
     return model_head(model.model_id, created_at) | {
         "role": "diffusion",
         "kind": "image",
-        "pipeline": model.kind.value,
+        "pipeline": model.kind,
         "category": model.manifest.category or Category.DIFFUSION,
         "backend": DIFFUSERS,
         "modalities": {"input": ["text"], "output": ["image"]},
         "capabilities": ["image"],
         "state": model.state.value,
+        **_nodes(model.nodes if isinstance(model, RoutedImageModel) else ()),
     }
+
+
+def _nodes(labels: Sequence[str]) -> dict[str, object]:
+    """The peers that have a model, where this node passes requests for it on."""
+    return {"nodes": list(labels)} if labels else {}
 
 
 def abilities(text: TextModel) -> list[str]:

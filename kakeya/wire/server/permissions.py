@@ -75,6 +75,11 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "WarmSession": _COPIES,
         "TakeSession": _COPIES,
     },
+    "kakeya.v1.RelayService": {
+        "CheckRelayed": _MEMBERS,
+        "AnswerRelayed": _MEMBERS,
+        "DrawImages": _MEMBERS,
+    },
     "kakeya.v1.RuntimeService": {
         "CreateSession": _RUNTIME,
         "AppendTokens": _RUNTIME,

@@ -17,6 +17,7 @@ from kakeya.core.errors import (
     DeadlineExceeded,
     InvalidArgument,
     LoadFailed,
+    NotFound,
     PeerError,
     PeerProtocol,
 )
@@ -33,6 +34,7 @@ class OtherSettings:
     fault: Exception | None = None
     silent_s: float = 0.0
     cannot_start: bool = False
+    shared: bool = False
     closed: list[str] = field(default_factory=list)
 
     def problem(self) -> str:
@@ -43,6 +45,9 @@ class OtherSettings:
 
     def serves(self, name: str, model_id: str) -> bool:
         return model_id.startswith(f"other:{name}")
+
+    def shared_ids(self, name: str) -> Sequence[str]:
+        return self.model_ids(name) if self.shared else ()
 
     def describe(self) -> dict[str, object]:
         return {"place": "there"}
@@ -113,6 +118,36 @@ def test_models_are_found_by_their_names() -> None:
     ]
 
 
+def test_peers_may_ask_for_what_its_owner_shares_and_nothing_else() -> None:
+    url = "http://a/v1"
+    clouds = {
+        "mine": CloudSettings(url=url),
+        "few": CloudSettings(url=url, models=("m", "n"), shared=True),
+        "many": CloudSettings(url=url, models=tuple("abcdefghi"), shared=True),
+        "any": CloudSettings(url=url, shared=True),
+    }
+    commands = {
+        "echo": CommandSettings(argv=("cat",), shared=True),
+        "rm": CommandSettings(argv=("rm",)),
+    }
+    others = {"o": OtherSettings(shared=True), "p": OtherSettings()}
+    tables = {"clouds": clouds, "commands": commands, "others": others}
+    relays = Relays(tables, SettableClock())
+    assert relays.offered() == [
+        ("clouds", "cloud:few/m"),
+        ("clouds", "cloud:few/n"),
+        ("clouds", "cloud:many/*"),
+        ("clouds", "cloud:any/*"),
+        ("commands", "echo"),
+        ("others", "other:o"),
+    ]
+    for name in ("cloud:few/m", "cloud:many/i", "cloud:any/x", "echo", "other:o"):
+        assert relays.shared(name).settings.shared_ids("x")
+    for name in ("cloud:mine/m", "cloud:few/o", "cloud:many/z", "rm", "other:p", "none", ""):
+        with pytest.raises(NotFound, match="is shared here"):
+            relays.shared(name)
+
+
 async def test_a_fault_counts_against_a_backend_for_a_while() -> None:
     clock = SettableClock()
     async with other(clock, fault=PeerError("it is down")) as relays:
@@ -161,5 +196,5 @@ async def test_a_backend_that_cannot_be_started_says_why_and_stops_nothing() -> 
         model = relays.find("other:o")
         assert model.state is ModelState.FAILED
         with pytest.raises(LoadFailed, match="the backend o cannot be started: no licence"):
-            model.relay.check(chat("other:o"))
+            await model.relay.check(chat("other:o"))
     assert model.relay.settings.closed == []

@@ -26,7 +26,7 @@ from kakeya.core.errors import (
     Refused,
     UnknownMethod,
 )
-from kakeya.dispatch.peers import client, service
+from kakeya.dispatch.peers import beats
 from kakeya.dispatch.peers.client import PeerCalls
 from kakeya.dispatch.peers.held_answers import AnswerCopy
 from kakeya.dispatch.peers.quote import AnswerOrigin, origin_of
@@ -132,8 +132,8 @@ async def test_a_name_for_shares_opens_no_adapter(node: ServingNode, model: Quot
 async def test_there_are_signs_of_life_with_the_wait(
     node: ServingNode, model: QuotedToy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "BEAT_S", 0.01)
-    monkeypatch.setattr(client, "SILENT_S", 5.0)
+    monkeypatch.setattr(beats, "BEAT_S", 0.01)
+    monkeypatch.setattr(beats, "SILENT_S", 5.0)
     model.gate = asyncio.Event()
     model.waits = RequestWait(reason=WaitReason.PLACE, model_id="toy", position=2, seconds=3.5)
     teller = WaitTeller(lambda: None)
@@ -154,7 +154,7 @@ async def test_there_are_signs_of_life_with_the_wait(
 async def test_beats_lose_no_frame(
     node: ServingNode, model: QuotedToy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "BEAT_S", 0.001)
+    monkeypatch.setattr(beats, "BEAT_S", 0.001)
     model.gate = asyncio.Event()
     task = asyncio.ensure_future(frames_of(node, asked(20)))
     while not task.done():
@@ -263,8 +263,8 @@ async def test_a_node_that_drains_loads_nothing_and_tells_what_it_knows(
 async def test_a_silent_peer_is_unavailable(
     node: ServingNode, model: QuotedToy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "BEAT_S", 100.0)
-    monkeypatch.setattr(client, "SILENT_S", 0.2)
+    monkeypatch.setattr(beats, "BEAT_S", 100.0)
+    monkeypatch.setattr(beats, "SILENT_S", 0.2)
     model.gate = asyncio.Event()
     frames = node.calls.decode("toy", "", asked(3), "auto")
     assert isinstance(await anext(frames), Progress)

@@ -19,7 +19,8 @@ from kakeya.generation.request import GenerationPriority
 from kakeya.generation.waiting import WaitTeller
 from tests.backends.images.scripted_worker import png, png_size
 from tests.fakes import FakeClock
-from tests.gateway.toy import ToyModel, make_folder, serving
+from tests.gateway.toy import ToyModel, make_folder, no_jobs, serving
+from tests.waiting import until
 
 PATH = "/v1/images/generations"
 
@@ -176,6 +177,18 @@ async def test_an_image_in_the_background_is_a_job_with_its_progress_and_result(
         assert job["progress"]["share"] == 0.5
         await served.http.post(at + "/cancel")
         await asyncio.wait_for(slow.cancelled.wait(), 60)
+
+
+async def test_a_kept_job_waits_for_the_node_of_its_model_which_is_not_heard_of_yet() -> None:
+    jobs = no_jobs()
+    async with serving(jobs=jobs) as served:
+        asked = {"model": "painter", "prompt": "a fox", "seed": 1, "count": 1, "size": None}
+        more = {"steps": None, "priority": GenerationPriority.NORMAL, "stay_warm_s": 0.0}
+        job = jobs.submit("image", asked | more, owner="me")
+        await until(lambda: jobs.find(job.job_id, "me").phrase)
+        job = jobs.find(job.job_id, "me")
+        assert (job.state, job.phrase) == ("queued", "it waits: no image model painter")
+        assert served.port
 
 
 async def test_errors_of_the_model_are_typed_and_an_unknown_one_is_not_found() -> None:

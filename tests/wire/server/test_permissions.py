@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "kakeya.v1.ServingService/FindAnswer": {MEMBER, "loopback"},
     "kakeya.v1.SessionMoveService": {MEMBER, "loopback"},
     "kakeya.v1.ServingService": {MEMBER, ADMIN, "loopback"},
+    "kakeya.v1.RelayService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.RuntimeService": {CLIENT, ADMIN, "loopback"},
     "kakeya.v1.PrecacheService/Wipe": {ADMIN},
     "kakeya.v1.PrecacheService": {CLIENT, ADMIN, "loopback"},
