@@ -1,6 +1,7 @@
 """Drafts from another node against drafts in the engine: the same n-gram proposer both times.
 
-Two real nodes on loopback; the verifier decodes repetitive source text with the embedded model.
+Two real nodes on loopback; the verifier decodes repetitive source text with the embedded model. Its
+clients ask it, and then the node that drafts, which has the verifier check its own drafts.
 
     .venv/bin/python -m benchmarks.remote_drafting
 """
@@ -27,19 +28,26 @@ async def main() -> None:
             NodeProcess(Path(home) / "a", *FAST) as verifier,
             NodeProcess(Path(home) / "b", "--peer", verifier.grpc, *FAST) as drafter,
             Client(verifier.grpc) as client,
+            Client(drafter.grpc) as drafting,
         ):
             await wait_ready(verifier)
             await asyncio.sleep(2)
-            await measure(client, f"ngram@{drafter.grpc}")
+            ways = {
+                "plain": (client, "off"),
+                "local": (client, "ngram"),
+                "remote": (client, f"ngram@{drafter.grpc}"),
+                "forwarded, plain": (drafting, "off"),
+                "forwarded": (drafting, "peer"),
+            }
+            await measure(ways)
 
 
-async def measure(client: Client, remote: str) -> None:
+async def measure(ways: dict[str, tuple[Client, str]]) -> None:
     ids = code_ids()
-    policies = {"plain": "off", "local": "ngram", "remote": remote}
-    rates: dict[str, list[float]] = {name: [] for name in policies}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
     outputs = set()
     for repeat in range(REPEATS + 1):
-        for name, policy in policies.items():
+        for name, (client, policy) in ways.items():
             tokens, _, seconds = await generate(client, ids, TOKENS, policy)
             outputs.add(tuple(tokens))
             if repeat:  # the first round warms every path up
@@ -53,6 +61,16 @@ async def measure(client: Client, remote: str) -> None:
         goal=">= 0.95 of in-process drafting",
         met=ours / baseline >= 0.95 and len(outputs) == 1,
         plain=round(median(rates["plain"]), 1),
+        identical=len(outputs) == 1,
+    )
+    ours, baseline = median(rates["forwarded"]), median(rates["forwarded, plain"])
+    emit(
+        "own n-gram drafts of a node that has its neighbour verify them, tokens/s",
+        ours=ours,
+        baseline=baseline,
+        ratio=ours / baseline,
+        goal="> 1 of the neighbour without drafts",
+        met=ours > baseline and len(outputs) == 1,
         identical=len(outputs) == 1,
     )
 

@@ -216,6 +216,7 @@ class Preparation:
             | (frozenset() if stops is None else stops.token_ids),
             sampling=replace(sampling, seed=(sampling.seed + row) % 2**64),
             draft_sources=self._router.sources(facts, params.draft_policy),
+            draft_policy=params.draft_policy,
             deadline_s=params.deadline_s,
             kv_key=kv_key,
             client=share_of(claim.client, scope),

@@ -188,7 +188,7 @@ _REQUEST = _Pair(
             lambda raw: raw - 1 if raw else None,
         ),
     },
-    apart={"sampling", "kv", "kv_retention", "stay_warm_s", "wait", "kv_holder"},
+    apart={"sampling", "draft_policy", "kv", "kv_retention", "stay_warm_s", "wait", "kv_holder"},
 )
 _USAGE = _Pair(
     Usage,

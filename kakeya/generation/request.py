@@ -161,8 +161,8 @@ class DecodeRequest:
     prompt, 0 = all; the others are the answer so far, which grammar and penalties take for
     generated. `top_logprobs` asks for the log probability of each token, and of so many of the most
     likely ones at its place; None = for none. Where `draft_sources` is not empty, the tokens that
-    the grammar forces are drafted too. The model stays warm for `stay_warm_s` after it at least.
-    `wait` tells the caller for what it waits.
+    the grammar forces are drafted too; `draft_policy` is what chose them, "" = as `auto`. The model
+    stays warm for `stay_warm_s` after it at least. `wait` tells the caller for what it waits.
     """
 
     token_ids: Sequence[int]
@@ -170,6 +170,7 @@ class DecodeRequest:
     stop_token_ids: frozenset[int] = frozenset()
     sampling: Sampling = Sampling()
     draft_sources: tuple[DraftSource, ...] = ()
+    draft_policy: str = ""
     kv_key: str = ""
     adapter_id: str = ""
     deadline_s: float | None = None

@@ -243,6 +243,7 @@ class RuntimeService(RuntimeServiceServicer):
                 stop_token_ids=session.stop_token_ids,
                 sampling=parameters.sampling,
                 draft_sources=sources,
+                draft_policy=request.draft_policy,
                 kv_key=session.kv_key,
                 deadline_s=context.time_remaining(),
                 client=claim.client or peer_host(context.peer()),

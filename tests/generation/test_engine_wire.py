@@ -96,6 +96,7 @@ JOBS = drawn(
     kv=st.none(),  # these stay in the agent
     kv_retention=st.just(DecodeJob(token_ids=(), max_tokens=0).kv_retention),
     stay_warm_s=st.just(0.0),
+    draft_policy=st.just(""),
 )
 FRAMES = st.one_of(
     st.lists(

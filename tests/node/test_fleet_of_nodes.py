@@ -163,6 +163,22 @@ async def test_a_node_that_only_drafts_has_others_decode(
     assert await generate(drafter, "off") == await generate(verifier, "off")
 
 
+async def test_a_node_that_drafts_answers_its_clients_by_its_own_drafts_and_a_verifier_elsewhere(
+    verifier: NodeProcess, drafter: NodeProcess
+) -> None:
+    asked = {"model": VERIFIER, "prompt": PROMPT, "max_tokens": 400, "temperature": 0}
+    plain = await post(drafter, "/v1/completions", {**asked, "draft_policy": "off"})
+    assert plain["usage"]["kakeya"]["sources"] == []
+    compared = 0
+    async with asyncio.timeout(60):
+        while not compared:  # drafts that come late are not
+            drafted = await post(drafter, "/v1/completions", {**asked, "draft_policy": "peer"})
+            assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+            (source,) = drafted["usage"]["kakeya"]["sources"]
+            assert source["source"] == f"{DRAFTER}@{drafter.grpc}"
+            compared = source["shadowed"] + source["verified"]
+
+
 async def test_the_command_line_over_a_running_fleet(
     verifier: NodeProcess, drafter: NodeProcess
 ) -> None:

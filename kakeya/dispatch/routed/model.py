@@ -213,11 +213,22 @@ class RoutedModel:
         if node_id == self._peers.own_id and self._own is not None:
             return self._own.decode(rest)
         peer = route.peer(node_id)
-        policy = "auto" if rest.draft_sources else "off"
         asked = replace(rest, draft_sources=(), kv_key=self._peers.abroad(rest.kv_key))
         return self._peers.calls(peer).decode(
-            self._model_id, self._client, asked, policy, begun=partial(route.told_origin, node_id)
+            self._model_id,
+            self._client,
+            asked,
+            _policy(rest),
+            begun=partial(route.told_origin, node_id),
         )
+
+
+def _policy(request: DecodeRequest) -> str:
+    """The policy for another node: what its words mean there, so a peer may be this node; as `auto`
+    where they name a source, which this node alone may know."""
+    if request.draft_policy in ("ngram", "peer"):
+        return request.draft_policy
+    return "auto" if request.draft_sources else "off"
 
 
 def _told(frame: Frame, route: RequestRoute) -> Frame:

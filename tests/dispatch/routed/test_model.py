@@ -224,6 +224,22 @@ async def test_a_request_without_drafts_gets_none_elsewhere() -> None:
     assert shelf.node("left").asked[0][3] == "off"
 
 
+@pytest.mark.parametrize(
+    ("policy", "sources", "sent"),
+    [
+        ("peer", (), "peer"),  # it may be the node that asks, which finds no other one itself
+        ("ngram", (DraftSource(kind="ngram"),), "ngram"),
+        ("auto", (DraftSource(kind="ngram"),), "auto"),
+        ("m@10.0.0.1:1", (DraftSource(kind="remote"),), "auto"),
+        ("off", (), "off"),
+    ],
+)
+async def test_the_draft_policy_is_that_of_the_caller_elsewhere_too(policy, sources, sent) -> None:
+    shelf = Shelf()
+    await frames_of(shelf, asked(draft_policy=policy, draft_sources=sources))
+    assert shelf.node("left").asked[0][3] == sent
+
+
 async def test_a_node_with_other_weights_does_not_go_on() -> None:
     shelf = Shelf()
     shelf.told("right", base_fingerprint="another quantization")
