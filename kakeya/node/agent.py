@@ -26,11 +26,7 @@ from kakeya.backends.relay.relays import Relays
 from kakeya.config.config import NodeConfig, manifests_of, read_again
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
-from kakeya.core.host import (
-    join_address,
-    platform_name,
-    unified_memory_bytes,
-)
+from kakeya.core.host import join_address, platform_name, unified_memory_bytes
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, sleep_or_wake
 from kakeya.dispatch.capabilities import Capabilities
