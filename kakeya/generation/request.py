@@ -152,9 +152,8 @@ class DecodeRequest:
     last token, for `kv`, which carries blocks of KV between the node's pages and its engine.
     `client` and `user` name the caller and its user, for fair shares; a smaller `priority` is more
     urgent. `frame_s` is how long tokens may wait for later tokens to travel with, except the first
-    and the last; 0 = the engine's own time. `cuts` are places of the history, in order, at which
-    other prompts are likely to part from it (`kakeya.generation.cuts`). Blocks are kept for
-    `kv_retention`; missing ones can be fetched from `kv_holder`.
+    and the last; 0 = the engine's own time. At `cuts`, in order, other prompts are likely to part
+    from the history. Blocks are kept for `kv_retention`; `kv_holder` may have the missing ones.
 
     The answer follows `grammar`, a text as llguidance takes it; "" = any answer. Where it may not
     go on, the generation stops with STOP_TOKEN. Of `token_ids` the first `prompt_tokens` are the
