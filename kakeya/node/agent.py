@@ -32,6 +32,7 @@ from kakeya.core.tasks import Supervisor, sleep_or_wake
 from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.jobs import node_jobs
 from kakeya.dispatch.registry import TaskRegistry
+from kakeya.dispatch.routed.relays import offered
 from kakeya.fleet.cards.cards import Offer
 from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.identity.identity import Identity
@@ -373,7 +374,7 @@ class Agent:
             self._engines.offered(),
             self._memory.images.offered(),
             self._engines.unloaded(),
-            self._relays.offered(),
+            offered(self._relays),
         )
 
     async def _follow_changes(self) -> None:

@@ -12,15 +12,10 @@ from dataclasses import dataclass
 
 from kakeya.backends.images.model import IMAGE
 from kakeya.core.ids import NGRAM, ModelId
-from kakeya.dispatch.routed.relays import TEXT
 from kakeya.fleet.cards.cards import MAX_MODELS, Endpoint, Offer, OfferedModel
 from kakeya.fleet.cards.cards import CardRole as CardRole
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.spec import ModelRole
-
-MOST_RELAYED = 24
-MAX_RELAYED_BYTES = 100
-"""Of a name and its kind: all of them together leave most of a card to the rest of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +45,10 @@ def make_offer(
     ready: Iterable[tuple[ModelRole, ModelFacts]],
     drawing: Iterable[str] = (),
     unloaded: Iterable[tuple[ModelRole, str]] = (),
-    relayed: Iterable[tuple[str, str]] = (),
+    relayed: Iterable[OfferedModel] = (),
 ) -> Offer:
     """Derive the offer from the models that were loaded, the names of those that draw and of those
-    that were never loaded, and the shared backends, each with its kind. Of these as many are told
-    as there is room for on a card."""
+    that were never loaded, and the shared backends, as far as there is room for them."""
     loaded = tuple(ready)
     models = tuple(
         OfferedModel(
@@ -74,13 +68,7 @@ def make_offer(
         OfferedModel(model_id=ModelId(name), role=CardRole.TOOL, capability=IMAGE)
         for name in drawing
     )
-    own = (*models, *cold, *tools, OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER))
-    backends = [
-        OfferedModel(model_id=ModelId(name), role=CardRole.TOOL, capability=f"{TEXT}{kind}")
-        for kind, name in relayed
-        if len(name.encode()) + len(kind) <= MAX_RELAYED_BYTES
-    ]
-    room = max(0, min(MOST_RELAYED, MAX_MODELS - len(own)))
+    ngram = OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER)
     return Offer(
         grpc_address=place.grpc_address,
         label=place.label,
@@ -90,7 +78,7 @@ def make_offer(
         platform=place.platform,
         unified_memory_bytes=place.unified_memory_bytes,
         mlx_version=next((facts.mlx_version for _, facts in loaded), ""),
-        models=(*own, *backends[:room]),
+        models=(*models, *cold, *tools, ngram, *relayed)[:MAX_MODELS],
         ttl_s=place.ttl_s,
         is_careful=place.is_careful,
     )

@@ -132,11 +132,7 @@ class NodeFleet:
         self._seeds = tuple(dict.fromkeys(seeds))
         self.gossip = Gossip(
             self.registry,
-            GossipConfig(
-                seeds=self._seeds,
-                interval_s=config.interval_s,
-                fanout=config.fanout,
-            ),
+            GossipConfig(seeds=self._seeds, interval_s=config.interval_s, fanout=config.fanout),
             channels=self.channels,
             clock=clock,
             rng=rng,

@@ -44,13 +44,7 @@ from kakeya.generation.manifest import Manifest
 from kakeya.generation.spec import ModelRole, ModelSpec
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.capability import Capability
-from kakeya.memory.arbiter.events import (
-    Event,
-    LoadFailure,
-    MemoryPressure,
-    ModelLoad,
-    ModelUnload,
-)
+from kakeya.memory.arbiter.events import Event, LoadFailure, MemoryPressure, ModelLoad, ModelUnload
 from kakeya.memory.arbiter.plan import Reason
 from kakeya.memory.arbiter.resident import (
     DIFFUSION,
@@ -117,11 +111,7 @@ class NodeMemory:
         self._stack = AsyncExitStack()
         self._reports = report_folders(sys.platform, Path.home()) if reports is None else reports
         self._care = PanicCare(
-            self._reports,
-            data_dir,
-            options=setup.options,
-            allowed=config.after_panics,
-            clock=clock,
+            self._reports, data_dir, options=setup.options, allowed=config.after_panics, clock=clock
         )
         budget = node_budget(config, self.profile)
         self.arbiter = MemoryArbiter(budget=budget, clock=clock, grace_s=0.0)
@@ -204,10 +194,7 @@ class NodeMemory:
         )
         self._leases = await self._stack.enter_async_context(leases)
         monitor = await asyncio.to_thread(
-            pressure_monitor,
-            self.arbiter,
-            self.dispatched,
-            clock=self._clock,
+            pressure_monitor, self.arbiter, self.dispatched, clock=self._clock
         )
         self.dispatched.when_told(monitor.poll_now)
         await monitor.poll()
@@ -383,10 +370,7 @@ class NodeMemory:
         self._working_set_bytes = self._sizes.working_set_bytes
         self.arbiter.set_budget(
             await asyncio.to_thread(
-                node_budget,
-                self._config,
-                self.profile,
-                working_set_bytes=self._working_set_bytes,
+                node_budget, self._config, self.profile, working_set_bytes=self._working_set_bytes
             )
         )
 

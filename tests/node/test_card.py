@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kakeya.fleet.cards.cards import MAX_MODELS, CardRole
+from kakeya.core.ids import ModelId
+from kakeya.fleet.cards.cards import MAX_MODELS, CardRole, OfferedModel
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.spec import ModelRole
-from kakeya.node.card import MOST_RELAYED, NodeFacts, make_offer
+from kakeya.node.card import NodeFacts, make_offer
 
 PLACE = NodeFacts(
     grpc_address="10.0.0.1:1", platform="linux", unified_memory_bytes=1 << 30, ttl_s=120.0
@@ -32,14 +33,13 @@ def test_models_stand_in_their_roles_and_those_that_draw_as_tools_with_a_capabil
     ]
 
 
-def test_shared_backends_are_tools_as_many_as_there_is_room_for() -> None:
-    backends = [("clouds", "cloud:west/*"), ("commands", "x" * 200), ("commands", "up")]
-    offer = make_offer(PLACE, [], relayed=backends)
-    assert [(one.model_id, one.role, one.capability) for one in offer.models[1:]] == [
-        ("cloud:west/*", CardRole.TOOL, "text/clouds"),
-        ("up", CardRole.TOOL, "text/commands"),
+def test_shared_backends_stand_last_as_many_as_there_is_room_for() -> None:
+    many = [
+        OfferedModel(ModelId(f"c{number}"), CardRole.TOOL, capability="text/commands")
+        for number in range(24)
     ]
-    many = [("commands", f"c{number}") for number in range(100)]
-    assert len(make_offer(PLACE, [], relayed=many).models) == 1 + MOST_RELAYED
+    assert make_offer(PLACE, [], relayed=many).models[1:] == tuple(many)
     painters = [f"painter{number}" for number in range(MAX_MODELS - 3)]
-    assert len(make_offer(PLACE, [], painters, relayed=many).models) == MAX_MODELS
+    full = make_offer(PLACE, [], painters, relayed=many).models
+    assert len(full) == MAX_MODELS
+    assert full[-2:] == tuple(many[:2])

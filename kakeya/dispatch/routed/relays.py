@@ -11,14 +11,29 @@ from kakeya.backends.relay.cloud_body import whole_name
 from kakeya.backends.relay.relays import RelayedModel, Relays
 from kakeya.backends.request import Request
 from kakeya.core.errors import DeadlineExceeded, KakeyaError, PeerUnavailable
+from kakeya.core.ids import ModelId
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.routed.route import ELSEWHERE
-from kakeya.fleet.cards.cards import CardRole
+from kakeya.fleet.cards.cards import CardRole, OfferedModel
 from kakeya.generation.model import ModelDirectory
 from kakeya.text.tools.answer import Part
 
 TEXT = "text/"
 """What the capability of a backend that answers in text begins with; its kind follows."""
+
+MOST_TOLD = 24
+MOST_BYTES = 100
+"""Of a name and its kind: all of them together leave most of a card to the rest of it."""
+
+
+def offered(own: Relays) -> list[OfferedModel]:
+    """The shared backends of this node as its card tells of them; beyond `MOST_TOLD` none."""
+    found = [
+        OfferedModel(model_id=ModelId(name), role=CardRole.TOOL, capability=f"{TEXT}{kind}")
+        for kind, name in own.offered()
+        if len(name.encode()) + len(kind) <= MOST_BYTES
+    ]
+    return found[:MOST_TOLD]
 
 
 class PeerRelay:
@@ -107,6 +122,6 @@ class RoutedRelays:
         return [one for one in tools if one.offered.capability.startswith(TEXT)]
 
 
-def _is_of(name: str, offered: str) -> bool:
-    front = offered.removesuffix(ANY)
-    return name == offered if front == offered else name.startswith(front) and name != front
+def _is_of(name: str, told: str) -> bool:
+    front = told.removesuffix(ANY)
+    return name == told if front == told else name.startswith(front) and name != front

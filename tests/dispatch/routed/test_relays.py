@@ -13,7 +13,7 @@ from kakeya.backends.relay.relays import Relays
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import NotFound, PeerUnavailable, Refused, Unsupported
 from kakeya.core.ids import ModelId
-from kakeya.dispatch.routed.relays import RoutedRelays
+from kakeya.dispatch.routed.relays import MOST_TOLD, RoutedRelays, offered
 from kakeya.fleet.cards.cards import CardRole, OfferedModel
 from kakeya.generation.facts import ModelState
 from tests.backends.relay.upstream import answered, chat, text_of
@@ -40,6 +40,15 @@ def routed(front: Front, *names: str, **backends: object) -> RoutedRelays:
     """The backends of the fleet at a node with text models of these names."""
     own = Relays(backends, SystemClock())  # type: ignore[arg-type]
     return RoutedRelays(own, ToyModels(tuple(map(QuotedToy, names))), front.peers)  # type: ignore[arg-type]
+
+
+def test_a_card_tells_of_what_is_shared_as_far_as_it_has_room() -> None:
+    commands = {"x" * 200: script("cat"), "up": script("cat"), "mine": script("cat", shared=False)}
+    clouds = {"west": CloudSettings(url="http://a/v1", shared=True)}
+    told = offered(Relays({"clouds": clouds, "commands": commands}, SystemClock()))
+    assert told == [tool("cloud:west/*", "text/clouds"), tool("up")]
+    many = {f"c{number}": script("cat") for number in range(100)}
+    assert len(offered(Relays({"commands": many}, SystemClock()))) == MOST_TOLD
 
 
 def test_models_of_peers_are_found_by_name_and_by_what_names_begin_with(front: Front) -> None:
