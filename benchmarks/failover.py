@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -38,7 +37,8 @@ from typing import Any
 import httpx
 
 import kakeya
-from benchmarks.report import emit, percentile
+from benchmarks.losses import SEED, Loss, longest_pause_s, lose_often, tell
+from benchmarks.report import emit
 from kakeya.cli.child import NodeProcess
 
 MODEL = "kakeya-tiny-tools"
@@ -53,7 +53,6 @@ LIST = {
     "additionalProperties": False,
 }
 STORY = [{"role": "user", "content": "Tell me about the sea."}]
-SEED = 11
 
 
 def forms() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -122,11 +121,6 @@ class Streamed:
     def said(self) -> tuple[object, object]:
         """What is compared."""
         return self.texts, self.ends
-
-
-def longest_pause_s(moments: Sequence[float]) -> float:
-    """The longest time between two moments that follow one another, in seconds."""
-    return max((b - a for a, b in itertools.pairwise(moments)), default=0.0)
 
 
 class Shelf:
@@ -243,49 +237,24 @@ async def stream(
 
 async def drill(times: int, faults: Sequence[str], limit_s: float) -> None:
     """Lose nodes, and print what became of the answers."""
-    rng, began = random.Random(SEED), time.monotonic()
-    pauses: dict[str, list[float]] = {fault: [] for fault in faults}
-    outcomes: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="kakeya-failover-") as folder:
         async with shelf(Path(folder)) as here:
             known = {name: (await stream(here, form))[0] for name, form in forms().items()}
             for name, whole in known.items():
                 print(f"{name}: {len(whole.moments)} pieces, {whole.ends}", flush=True)
-            for number in range(times):
-                if time.monotonic() - began > limit_s:
-                    break
-                fault = faults[number % len(faults)]
-                name, form = list(forms().items())[number % len(known)]
-                whole = known[name]
-                at = rng.randrange(1, max(2, len(whole.moments) * 3 // 4))
-                got, lost = await stream(here, form, at, fault)
-                is_same = got.said == whole.said and not got.error
-                outcomes[fault, "same" if is_same else "other"] += 1
-                pauses[fault].append(got.pause_s - whole.pause_s)
-                if not is_same:
-                    print(f"{number} {name} {fault} at {at}: {got.error or got.said}", flush=True)
+
+            async def one_loss(number: int, name: str, at: int) -> Loss:
+                fault, whole = faults[number % len(faults)], known[name]
+                got, lost = await stream(here, forms()[name], at, fault)
                 if lost:
                     await here.mend(lost, fault)
+                is_same = got.said == whole.said and not got.error
+                return Loss(fault, is_same, got.pause_s - whole.pause_s, got.error or got.said)
+
+            pieces = {name: len(whole.moments) for name, whole in known.items()}
+            found = await lose_often(one_loss, pieces, times=times, limit_s=limit_s)
             moved = (await here.get(here.front, "/api/v1/status"))["routes"]["moved"]
-    for fault in faults:
-        if not pauses[fault]:
-            continue
-        print(
-            f"{fault}: {outcomes[fault, 'same']} of {len(pauses[fault])} the same; pause p50 "
-            f"{percentile(pauses[fault], 0.5):.2f} s, p95 {percentile(pauses[fault], 0.95):.2f} s, "
-            f"longest {max(pauses[fault]):.2f} s"
-        )
-    same = sum(count for (_, end), count in outcomes.items() if end == "same")
-    total = sum(outcomes.values())
-    emit(
-        "answers that are those of an undisturbed run",
-        ours=same,
-        baseline=total,
-        ratio=same / max(1, total),
-        goal="all",
-        met=same == total,
-        moved=moved,
-    )
+    tell("answers that are those of an undisturbed run", found, moved=moved)
 
 
 async def crowd(clients: int, faults: Sequence[str], seconds: float) -> None:

@@ -1,16 +1,19 @@
-"""Clients that lose the very node that they are connected to, in the middle of a streamed response,
-and go on at another one: whether each response is that of an undisturbed run.
+"""Clients that lose the very node that they are connected to, in the middle of a stream, and go on
+at another one: whether each answer is that of an undisturbed run.
 
-The openai client streams from a node that is killed at an event drawn by chance, with its engine;
-in turns a node without a model, and one that computes the answer itself. The client then asks
-another node for the events behind the last one that it has. The forms are a greedy text with
-drafts, a sampled one, a forced call and a JSON Schema.
+A client streams from a node that is killed at an event drawn by chance, with its engine; in turns a
+node without a model, and one that computes the answer itself. The client then asks another node for
+the events behind the last one that it has: of responses the openai client by its number, of chats,
+completions and messages by Last-Event-ID, in turns with a GET of the answer's address and with the
+same request once more. The forms are greedy texts with drafts, sampled ones, forced calls and JSON
+Schemas.
 
 With --cost instead what copies cost: the time of streams to --clients clients at once, and that of
-the same streams without copies, in turns. An idle node sends none.
+the same streams without copies, in turns, of responses, or with --chats of chats. An idle node
+sends none.
 
 .venv/bin/python -m benchmarks.gateway_loss [--times 50] [--limit-s 900]
-.venv/bin/python -m benchmarks.gateway_loss --cost [--clients 1] [--times 20]
+.venv/bin/python -m benchmarks.gateway_loss --cost [--chats] [--clients 1] [--times 20]
 """
 
 from __future__ import annotations
@@ -18,17 +21,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import random
+import json
+import re
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from benchmarks.failover import LIST, MODEL, SEED, Shelf, forms, longest_pause_s, shelf
-from benchmarks.report import emit, median, percentile
+import httpx
+
+from benchmarks.failover import LIST, MODEL, STORY, Shelf, forms, shelf
+from benchmarks.losses import SEED, Loss, longest_pause_s, lose_often, tell
+from benchmarks.report import emit, median
 from benchmarks.shelf_drill.clients import client_of
 from kakeya.cli.child import NodeProcess
 
@@ -56,43 +62,133 @@ def asked() -> dict[str, dict[str, Any]]:
     }
 
 
-@dataclass
-class Told:
-    """What a client was told of one response, over all its connections."""
+def asked_by_events() -> dict[str, tuple[str, dict[str, Any]]]:
+    """The path and body of each form of request whose events are read as they are sent."""
+    endless = forms()["greedy"][1]["logit_bias"]
+    message = {"model": MODEL, "messages": STORY, "max_tokens": 800, "stream": True}
+    tool = {"name": "list_words", "input_schema": LIST}
+    chosen = {
+        name: (f"/v1/{path}", body) for name, (path, body) in forms().items() if name != "two"
+    }
+    return chosen | {
+        "message": (
+            "/v1/messages",
+            message | {"max_tokens": 300, "temperature": 0, "logit_bias": endless},
+        ),
+        "message with a call": (
+            "/v1/messages",
+            message | {"tools": [tool], "tool_choice": {"type": "any"}, "temperature": 0},
+        ),
+    }
 
-    response_id: str = ""
-    numbers: list[int] = field(default_factory=list)
-    said: str = ""
-    output: list[tuple[str, str]] = field(default_factory=list)
-    status: str = ""
-    moments: list[float] = field(default_factory=list)
+
+class Told(Protocol):
+    """What a client was told of one answer, over all its connections."""
+
+    moments: list[float]
 
     @property
-    def shown(self) -> tuple[str, list[tuple[str, str]], str]:
-        """What is compared: the deltas, the items at the end, the status."""
-        return self.said, self.output, self.status
+    def count(self) -> int:
+        """How many events came."""
+        ...
+
+    @property
+    def shown(self) -> object:
+        """What is compared."""
+        ...
 
     @property
     def is_in_order(self) -> bool:
         """Whether each event came once, in its place."""
-        return self.numbers == list(range(len(self.numbers)))
+        ...
 
-    async def follow(self, events: AsyncIterator[Any], stop_at: int = 0) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether the end came."""
+        ...
+
+    async def begin(
+        self, node: NodeProcess, stop_at: int = 0, lose: Callable[[], None] = lambda: None
+    ) -> None:
+        """Stream from a node, which is lost behind so many events; 0 = it is not."""
+        ...
+
+    async def go_on(self, node: NodeProcess) -> None:
+        """Stream the rest from another node."""
+        ...
+
+
+class ToldResponse:
+    """A response, by the openai client."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+        self._response_id = ""
+        self._numbers: list[int] = []
+        self._said = ""
+        self._output: list[tuple[str, str]] = []
+        self._status = ""
+        self.moments: list[float] = []
+
+    @property
+    def count(self) -> int:
+        """How many events came."""
+        return len(self._numbers)
+
+    @property
+    def shown(self) -> object:
+        """The deltas, the items at the end, the status."""
+        return self._said, self._output, self._status
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether each event came once, in its place."""
+        return self._numbers == list(range(len(self._numbers)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the end came."""
+        return bool(self._status)
+
+    async def begin(
+        self, node: NodeProcess, stop_at: int = 0, lose: Callable[[], None] = lambda: None
+    ) -> None:
+        """Stream from a node, which is lost behind so many events; 0 = it is not."""
+        async with client_of(node.http) as client:
+            events = await client.responses.create(**self._body)
+            await self._follow(events, stop_at)
+            if not stop_at:
+                return
+            lose()
+            # What is on its way still comes; the connection is lost in one way or another.
+            with contextlib.suppress(Exception):
+                await self._follow(events)
+            await events.close()
+
+    async def go_on(self, node: NodeProcess) -> None:
+        """Stream the rest from another node."""
+        async with client_of(node.http) as client:
+            events = await client.responses.retrieve(
+                self._response_id, stream=True, starting_after=self._numbers[-1]
+            )
+            await self._follow(events)
+
+    async def _follow(self, events: AsyncIterator[Any], stop_at: int = 0) -> None:
         """Take events, up to the one behind `stop_at` others; 0 = to the end."""
         async for event in events:
             self.moments.append(time.perf_counter())
-            self.numbers.append(event.sequence_number)
+            self._numbers.append(event.sequence_number)
             if event.type == "response.created":
-                self.response_id = event.response.id
+                self._response_id = event.response.id
             elif event.type.endswith(".delta"):
-                self.said += event.delta
+                self._said += event.delta
             elif event.type in ("response.completed", "response.incomplete", "response.failed"):
-                self.status = event.response.status
-                self.output = [
+                self._status = event.response.status
+                self._output = [
                     (one.type, one.arguments if one.type == "function_call" else _text(one))
                     for one in event.response.output
                 ]
-            if stop_at and len(self.numbers) >= stop_at:
+            if stop_at and len(self._numbers) >= stop_at:
                 return
 
 
@@ -100,79 +196,131 @@ def _text(item: Any) -> str:  # noqa: ANN401 - of several types
     return "".join(part.text for part in item.content or ())
 
 
-async def stream_from(
-    node: NodeProcess, body: dict[str, Any], told: Told, stop_at: int = 0
-) -> None:
-    """Stream a response from a node."""
-    async with client_of(node.http) as client:
-        await told.follow(await client.responses.create(**body), stop_at)
+class ToldEvents:
+    """An answer whose events are read as they are sent, by their ids."""
+
+    def __init__(self, path: str, body: Mapping[str, Any], *, posts: bool) -> None:
+        """`posts` = the client goes on by the same request, and not by a GET."""
+        self._path = path
+        self._body = body
+        self._posts = posts
+        self._ids: list[str] = []
+        self._events: list[str] = []
+        self.moments: list[float] = []
+
+    @property
+    def count(self) -> int:
+        """How many events came."""
+        return len(self._ids)
+
+    @property
+    def shown(self) -> object:
+        """The events, without what differs between two answers: ids, times and costs."""
+        bodies = [json.loads(one) if one.startswith("{") else {"end": one} for one in self._events]
+        for body in bodies:
+            for name in ("id", "created", "usage", "message"):
+                body.pop(name, None)
+        return re.sub(r'"(call_|toolu_)\w+"', "", json.dumps(bodies))
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether each event came once, in its place."""
+        answer_id = self._ids[0].rpartition(":")[0]
+        return self._ids == [f"{answer_id}:{number}" for number in range(len(self._ids))]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the end came."""
+        return self._events[-1] == "[DONE]" or "message_stop" in self._events[-1]
+
+    async def begin(
+        self, node: NodeProcess, stop_at: int = 0, lose: Callable[[], None] = lambda: None
+    ) -> None:
+        """Stream from a node, which is lost behind so many events; 0 = it is not."""
+        with contextlib.suppress(httpx.TransportError):
+            await self._stream(node, "POST", self._path, {}, stop_at, lose)
+
+    async def go_on(self, node: NodeProcess) -> None:
+        """Stream the rest from another node."""
+        last = {"Last-Event-ID": self._ids[-1]}
+        if self._posts:
+            await self._stream(node, "POST", self._path, last)
+        else:
+            address = f"{self._path}/{self._ids[-1].rpartition(':')[0]}"
+            await self._stream(node, "GET", address, last)
+
+    async def _stream(
+        self,
+        node: NodeProcess,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        stop_at: int = 0,
+        lose: Callable[[], None] = lambda: None,
+    ) -> None:
+        body = self._body if method == "POST" else None
+        async with (
+            httpx.AsyncClient(timeout=120, base_url=f"http://{node.http}") as client,
+            client.stream(method, path, json=body, headers=headers) as answer,
+        ):
+            answer.raise_for_status()
+            event_id = ""
+            async for line in answer.aiter_lines():
+                if line.startswith("id: "):
+                    event_id = line[4:]
+                elif line.startswith("data: ") and event_id:
+                    self.moments.append(time.perf_counter())
+                    self._ids.append(event_id)
+                    self._events.append(line[6:])
+                    event_id = ""
+                    if len(self._ids) == stop_at:
+                        lose()
 
 
-async def go_on_at(node: NodeProcess, told: Told) -> None:
-    """Stream the rest of a response from another node."""
-    async with client_of(node.http) as client:
-        events = await client.responses.retrieve(
-            told.response_id, stream=True, starting_after=told.numbers[-1]
-        )
-        await told.follow(events)
+def clients() -> Mapping[str, Callable[[bool], Told]]:
+    """What makes a client for each form; with true one that goes on by the same request."""
 
+    def by_events(path: str, body: Mapping[str, Any]) -> Callable[[bool], Told]:
+        return lambda posts: ToldEvents(path, body, posts=posts)
 
-async def one_loss(here: Shelf, at_front: bool, body: dict[str, Any], stop_at: int) -> Told:
-    """Kill the node that streams after so many events, and go on at another one."""
-    told = Told()
-    node = here.front if at_front else here.minis["left"]
-    async with client_of(node.http) as client:
-        events = await client.responses.create(**body)
-        await told.follow(events, stop_at)
-        node.send(signal.SIGKILL)
-        # What is on its way still comes; the connection is lost in one way or another.
-        with contextlib.suppress(Exception):
-            await told.follow(events)
-        await events.close()
-    if not told.status:
-        await go_on_at(here.minis["right"] if at_front else here.front, told)
-    return told
+    def by_client(body: Mapping[str, Any]) -> Callable[[bool], Told]:
+        return lambda _: ToldResponse(body)
+
+    responses = {f"response, {name}": by_client(body) for name, body in asked().items()}
+    others = {
+        f"{path.removeprefix('/v1/')}, {name}": by_events(path, body)
+        for name, (path, body) in asked_by_events().items()
+    }
+    return responses | others
 
 
 async def drill(times: int, limit_s: float) -> None:
-    """Lose nodes, and print what became of the responses."""
-    rng, began = random.Random(SEED), time.monotonic()
-    pauses: list[float] = []
-    same = total = 0
+    """Lose nodes, and print what became of the answers."""
     with tempfile.TemporaryDirectory(prefix="kakeya-gateway-loss-") as folder:
         async with shelf(Path(folder)) as here:
             known: dict[str, Told] = {}
-            for name, body in asked().items():
-                known[name] = Told()
-                await stream_from(here.front, body, known[name])
-                print(
-                    f"{name}: {len(known[name].numbers)} events, {known[name].status}", flush=True
-                )
-            for number in range(times):
-                if time.monotonic() - began > limit_s:
-                    break
-                name, body = list(asked().items())[number % len(known)]
-                whole, at_front = known[name], number % 2 == 0
-                stop_at = rng.randrange(1, max(2, len(whole.numbers) * 3 // 4))
-                told = await one_loss(here, at_front, body, stop_at)
-                is_same = told.shown == whole.shown and told.is_in_order
-                total, same = total + 1, same + is_same
-                print(f"{total}: {name} at {stop_at} of {len(whole.numbers)}", flush=True)
-                pauses.append(longest_pause_s(told.moments))
-                if not is_same:
-                    print(f"{number} {name} at {stop_at}: {told}", flush=True)
+            for name, make in clients().items():
+                known[name] = make(False)
+                await known[name].begin(here.front)
+                print(f"{name}: {known[name].count} events", flush=True)
+
+            async def one_loss(number: int, name: str, at: int) -> Loss:
+                at_front = number % 2 == 0
+                node = here.front if at_front else here.minis["left"]
+                told = clients()[name](number % 4 < 2)
+                await told.begin(node, at, lambda: node.send(signal.SIGKILL))
+                if not told.is_over:
+                    await told.go_on(here.minis["right"] if at_front else here.front)
                 await mend(here, at_front)
-    print(
-        f"longest pause of a stream: p50 {percentile(pauses, 0.5):.2f} s, "
-        f"p95 {percentile(pauses, 0.95):.2f} s, longest {max(pauses):.2f} s"
-    )
-    emit(
-        "responses that are those of an undisturbed run after the loss of the client's own node",
-        ours=same,
-        baseline=total,
-        ratio=same / max(1, total),
-        goal="all",
-        met=same == total,
+                is_same = told.shown == known[name].shown and told.is_in_order
+                pause_s = longest_pause_s(told.moments)
+                return Loss("front" if at_front else "model", is_same, pause_s, told.shown)
+
+            pieces = {name: whole.count for name, whole in known.items()}
+            found = await lose_often(one_loss, pieces, times=times, limit_s=limit_s)
+    tell(
+        "answers that are those of an undisturbed run after the loss of the client's own node",
+        found,
     )
 
 
@@ -186,14 +334,29 @@ async def mend(here: Shelf, at_front: bool) -> None:
     await here.settled()
 
 
-async def cost(clients: int, times: int) -> None:
+async def cost(clients: int, times: int, *, is_chat: bool) -> None:
     """Stream with copies and without, in turns, and print the ratio of the times."""
-    body = asked()["sampled"]
     taken: dict[bool, list[float]] = {True: [], False: []}
 
     async def one(node: NodeProcess, is_copied: bool) -> None:
-        extra = body["extra_body"] | {"resumable": is_copied}
-        await stream_from(node, body | {"extra_body": extra}, Told())
+        async with client_of(node.http) as client:
+            if is_chat:
+                chat = {"model": MODEL, "messages": STORY, "stream": True, "max_tokens": 300}
+                endless = forms()["greedy"][1]["logit_bias"]
+                sampled = {"temperature": 0.8, "seed": SEED, "logit_bias": endless}
+                body = chat | sampled | {"draft_policy": "off", "resumable": is_copied}
+                base = f"http://{node.http}"
+                async with (
+                    httpx.AsyncClient(timeout=120, base_url=base) as plain,
+                    plain.stream("POST", "/v1/chat/completions", json=body) as answer,
+                ):
+                    async for _ in answer.aiter_raw():
+                        pass
+                return
+            response = asked()["sampled"]
+            extra = response["extra_body"] | {"resumable": is_copied}
+            async for _ in await client.responses.create(**response | {"extra_body": extra}):
+                pass
 
     with tempfile.TemporaryDirectory(prefix="kakeya-gateway-loss-") as folder:
         async with shelf(Path(folder)) as here:
@@ -220,10 +383,11 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--limit-s", type=float, default=900.0)
     parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--chats", action="store_true")
     parser.add_argument("--clients", type=int, default=1)
     options = parser.parse_args()
     if options.cost:
-        asyncio.run(cost(options.clients, options.times))
+        asyncio.run(cost(options.clients, options.times, is_chat=options.chats))
         return
     asyncio.run(drill(options.times, options.limit_s))
 
