@@ -50,9 +50,12 @@ def event(value: object) -> bytes:
 
 
 def comment(waits_for: str) -> bytes:
-    """Write a comment for a stream without events; "" = no load is waited for."""
+    """Write a comment for a stream without events; "" = no load is waited for.
+
+    No empty line ends it: openai's client would take that for an event, where one had an id before.
+    """
     said = " ".join(waits_for.split())
-    return f": waiting: {said}\n\n".encode() if said else b": waiting\n\n"
+    return f": waiting: {said}\n".encode() if said else b": waiting\n"
 
 
 class _ChunkReply(Generic[_Asked]):

@@ -134,7 +134,7 @@ def test_a_stream_without_a_part_is_a_message_without_content():
 
 
 def test_a_stream_that_waits_pings_and_one_that_fails_says_why():
-    said, event = reply().keepalive("loading toy,\n 41 %").split(b"\n\n", 1)
+    said, event = reply().keepalive("loading toy,\n 41 %").split(b"\n", 1)
     assert said == b": waiting: loading toy, 41 %"
     assert events(event) == [{"type": "ping"}]
     (error,) = events(reply().failure(PeerUnavailable("the engine is gone")))

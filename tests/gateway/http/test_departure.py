@@ -111,8 +111,8 @@ async def test_a_request_waits_for_a_loading_model_and_a_stream_shows_life(folde
     async with serving(model, limits=HttpLimits(keepalive_s=0.05)) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request(stream=True))
-        await reader.readuntil(b": waiting\n\n")
-        await reader.readuntil(b": waiting\n\n")
+        await reader.readuntil(b": waiting\n")
+        await reader.readuntil(b": waiting\n")
         model.loaded.set()
         rest = await reader.readuntil(b"[DONE]\n\n")
         assert b'"text":"hello"' in rest or b'"text":"h' in rest
@@ -124,9 +124,9 @@ async def test_a_stream_says_how_far_the_load_is_that_it_waits_for(folder):
     async with serving(model, limits=HttpLimits(keepalive_s=60.0, progress_s=0.05)) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request(stream=True))
-        await reader.readuntil(b": waiting: loading toy, 41 %\n\n")
+        await reader.readuntil(b": waiting: loading toy, 41 %\n")
         model.loads = "97 %\ndata: x"
-        await reader.readuntil(b": waiting: loading toy, 97 % data: x\n\n")
+        await reader.readuntil(b": waiting: loading toy, 97 % data: x\n")
         model.loads = ""
         model.loaded.set()
         await reader.readuntil(b"[DONE]\n\n")
@@ -180,7 +180,7 @@ class _Blocked:
             await asyncio.Event().wait()
 
 
-KEEPALIVE = b": waiting\n\n"
+KEEPALIVE = b": waiting\n"
 
 
 class _Events:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai._streaming import SSEDecoder
 from starlette.requests import Request
 
 from kakeya.core.errors import InvalidArgument
+from kakeya.gateway.openai.reply import comment
 from kakeya.gateway.resumable.events import LastEvent, NumberedEvents, asked_after, last_event
 from tests.laws import law
 
@@ -61,3 +63,11 @@ def test_a_get_says_in_one_of_two_ways_what_it_has() -> None:
         asked_after(request(last_event_id="msg_2:7"), "msg_1")
     with pytest.raises(InvalidArgument, match="starting_after"):
         asked_after(request("stream=true&starting_after=x"), "msg_1")
+
+
+def test_a_comment_behind_an_event_with_an_id_is_no_event_to_the_client_of_openai() -> None:
+    numbered = NumberedEvents("chatcmpl-1")
+    stream = numbered.write(b'data: {"a":1}\n\n') + comment("") + comment("loading toy")
+    stream += numbered.write(b"data: [DONE]\n\n")
+    got = [event.data for event in SSEDecoder().iter_bytes(iter([stream]))]
+    assert got == ['{"a":1}', "[DONE]"]
