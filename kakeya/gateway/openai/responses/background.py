@@ -241,22 +241,32 @@ class BackgroundResponses:
             "headers": headers,
             "client": (request["host"], 0),
         }
-        keep: Keep | None = None
+        kept: Keep | None = None
         if request.get("is_copied"):
-            keep = self.begin
+            kept = self.begin
             with contextlib.suppress(NotFound):
                 # Of another try, here or at a node that was lost.
                 copy = await self._resumable.find(job.job_id, holder_of(scope))
-                keep = partial(self._resumable.go_on, copy)
+                kept = partial(self._resumable.go_on, copy)
+        created_at = request["response"]["created_at"]
+
+        def keep(
+            reply: Reply,
+            body: Mapping[str, object],
+            jobs: Sequence[GenerationJob],
+            profile: ClientProfile,
+        ) -> Sequence[GenerationJob]:
+            # As its client was told, however long the work waited.
+            reply.head = replace(reply.head, created_at=created_at)
+            return jobs if kept is None else kept(reply, body, jobs, profile)
+
         route = GenerationRoute(
             lambda body, share: parse_response(body, self._store, share, earlier=earlier),
             self._generations,
             keep=keep,
         )
         await route(scope, exchange.receive, exchange.send)
-        made = exchange.response()
-        made["created_at"] = request["response"]["created_at"]
-        return made
+        return exchange.response()
 
     def _ended(self, job: Job) -> None:
         """Have other nodes tell of a response that failed or was cancelled."""
@@ -312,7 +322,7 @@ def _copy_of(job: Job, body: Mapping[str, object], client: str, model: str) -> A
         model_id=model,
         # In ASCII: a client's text may hold halves of characters.
         body=json.dumps(body).encode(),
-        created_at=int(job.created_at),
+        created_at=json.loads(job.request)["response"]["created_at"],
     )
 
 

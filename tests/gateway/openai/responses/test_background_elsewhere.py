@@ -59,6 +59,21 @@ async def test_it_goes_on_where_it_is_polled_after_the_loss_of_its_node(folder: 
         assert more.previous_response_id == first.id
 
 
+async def test_each_node_tells_the_moment_at_which_it_was_asked_for(folder: Path) -> None:
+    """However long it waits for its model."""
+    one, two = toys(folder, "hello world")
+    one.loaded.clear()
+    async with pair(one, two) as nodes:
+        first = await nodes.first.openai.responses.create(**ASKED)
+        seen = await nodes.second.openai.responses.retrieve(first.id)
+        await asyncio.sleep(1.1)  # of wall time: moments are told in seconds
+        one.loaded.set()
+        last = await ended(nodes.second, first.id)
+        own = await ended(nodes.first, first.id)
+        told = {one.created_at for one in (first, seen, last, own)}
+        assert told == {first.created_at}
+
+
 async def test_it_is_polled_at_another_node_while_its_own_makes_it(folder: Path) -> None:
     one, two = toys(folder, "hello world")
     async with pair(one, two) as nodes:
