@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -55,7 +56,8 @@ async def events(answer: httpx.Response, most: int = 10**6) -> list[bytes]:
     left = b""
     async for piece in answer.aiter_bytes():
         *whole, left = (left + piece).split(b"\n\n")
-        found += [one for one in whole if one.startswith(b"id: ")]
+        told = [re.sub(rb"(?m)^:.*\n?", b"", one) for one in whole]
+        found += [one for one in told if one.startswith(b"id: ")]
         if len(found) >= most:
             break
     return found[:most]
