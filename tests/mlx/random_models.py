@@ -77,6 +77,18 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
 }
 
+QWEN3_MOE: dict[str, object] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 4,
+}
+"""Changes of `qwen3`: four layers of experts, of which mlx-lm has a pipeline."""
+
 
 def write_model(
     folder: Path,

@@ -15,8 +15,8 @@ import pytest
 
 from kakeya.core.units import pack_ids
 from kakeya.v1 import engine_pb2 as pb
-from tests.mlx.random_models import write_model
-from tests.mlx.ring.rig import LAUNCH, Served, alone, group
+from tests.mlx.random_models import QWEN3_MOE, write_model
+from tests.mlx.ring.rig import LAUNCH, START_S, Served, alone, group
 
 pytestmark = pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch is not installed")
 
@@ -24,16 +24,6 @@ PROMPTS = [[5, 9, 13, 2, 7] * 30, [3, 8] * 50, [11, 12, 13] * 10]
 """The first ones are longer than a piece of a prompt."""
 TOKENS = 16
 SMOL = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
-MOE = {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 4,
-}
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +69,14 @@ def test_drafts_change_nothing(one: Served, two: Served) -> None:
 def test_a_kept_prefix_is_used_again(one: Served, two: Served) -> None:
     first = two.decode(PROMPTS[0], TOKENS, kv_key="chat")
     longer = [*PROMPTS[0], *first, 3, 4, 5]
-    frames = list(two.stub.Decode(_request(longer, kv_key="chat"), timeout=60))
+    frames = list(two.stub.Decode(_request(longer, kv_key="chat"), timeout=START_S))
     done = next(frame.done for frame in (*frames, *frames[-1].following) if frame.HasField("done"))
     assert done.cached_tokens >= len(PROMPTS[0])
     assert two.decode(longer, TOKENS) == one.decode(longer, TOKENS)
 
 
 def test_a_cancelled_request_leaves_the_ranks_together(one: Served, two: Served) -> None:
-    call = two.stub.Decode(_request(PROMPTS[0], tokens=300), timeout=60)
+    call = two.stub.Decode(_request(PROMPTS[0], tokens=300), timeout=START_S)
     next(call)
     call.cancel()
     assert two.decode(PROMPTS[1], TOKENS) == one.decode(PROMPTS[1], TOKENS)
@@ -100,12 +90,13 @@ def test_what_ranks_cannot_share_is_refused(two: Served) -> None:
     assert two.decode(PROMPTS[2], 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "architecture", "changes", "flags"),
     [
         (2, "qwen3", {"num_attention_heads": 8, "num_key_value_heads": 8}, ["tensor"]),
         (3, "llama", {**SMOL, "intermediate_size": 192}, ["tensor"]),
-        (2, "qwen3", MOE, ["pipeline", "--layers", "1,3"]),
+        (2, "qwen3", QWEN3_MOE, ["pipeline", "--layers", "1,3"]),
     ],
     ids=["qwen3 with 8 KV heads", "9 heads and 3 KV heads on 3 ranks", "unequal layers"],
 )
@@ -125,8 +116,14 @@ def test_other_splits_say_what_one_process_says(
     ("architecture", "changes", "flags", "reason"),
     [
         ("llama", SMOL, ["tensor"], "9 attention heads, which 2 ranks cannot share equally"),
-        ("llama", {}, ["pipeline"], "mlx-lm has no pipeline of 'llama' models"),
-        ("gemma3", {}, ["tensor"], "mlx-lm has no tensor split of 'gemma3_text' models"),
+        pytest.param(
+            *("llama", {}, ["pipeline"], "mlx-lm has no pipeline of 'llama' models"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("gemma3", {}, ["tensor"], "mlx-lm has no tensor split of 'gemma3_text' models"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_split_that_the_model_has_not_is_refused_by_all_ranks(
@@ -138,7 +135,7 @@ def test_a_split_that_the_model_has_not_is_refused_by_all_ranks(
 ) -> None:
     model = write_model(tmp_path / "model", architecture, changes=changes)
     with group(2, model, "--ring", *flags) as refused:
-        refused.process.wait(240)
+        refused.process.wait(START_S)
         assert reason in refused.said()
         assert "exited with code 2" in refused.said()
 

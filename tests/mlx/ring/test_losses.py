@@ -39,7 +39,7 @@ def loses(served: Served, stream: Iterator[int]) -> None:
     wait_until("the end of rank 0", lambda: not is_running(served.pids()[0]))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_group(tmp_path: Path, rank: int) -> None:
     with decoding(tmp_path) as (served, stream):
         os.kill(served.pids()[rank], signal.SIGKILL)
@@ -47,6 +47,7 @@ def test_a_killed_rank_ends_the_group(tmp_path: Path, rank: int) -> None:
         wait_until("the end of all", lambda: not any(map(is_running, served.pids())))
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_group_and_ends_when_it_goes_on(tmp_path: Path) -> None:
     with decoding(tmp_path) as (served, stream):
         stopped = served.pids()[1]
@@ -58,6 +59,7 @@ def test_a_stopped_rank_ends_the_group_and_ends_when_it_goes_on(tmp_path: Path) 
         wait_until("the launcher's word", lambda: reason in served.said())
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_and_beats_ends_the_group(tmp_path: Path) -> None:
     with decoding(tmp_path, ("tests.mlx.ring.child_hangs", "30", "5, 9, 13")) as (served, stream):
         loses(served, stream)
@@ -65,6 +67,7 @@ def test_a_rank_that_hangs_and_beats_ends_the_group(tmp_path: Path) -> None:
         assert "and work is left at rank 0, 1" in served.said()
 
 
+@pytest.mark.slow
 @needs_netns()
 @pytest.mark.parametrize("silently", [False, True], ids=["by its carrier", "in silence"])
 def test_a_rank_that_is_cut_off_ends_the_group_on_both_machines(

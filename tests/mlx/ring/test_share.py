@@ -17,7 +17,7 @@ from kakeya.generation.request import Sampling
 from kakeya.mlx.loader import load, read_network
 from kakeya.mlx.ring.share import RingShare, RingSplit
 from kakeya.mlx.verifier import MlxVerifier
-from tests.mlx.random_models import write_model
+from tests.mlx.random_models import QWEN3_MOE, write_model
 
 
 class Ranks:
@@ -57,17 +57,8 @@ def test_heads_are_shared_equally_or_not_at_all(
 
 @pytest.mark.parametrize("layers", [(1, 2), (2,), (0, 4), (1, 1, 2)])
 def test_layers_of_a_pipeline_are_all_layers(tmp_path: Path, layers: tuple[int, ...]) -> None:
-    moe: Mapping[str, object] = {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 4,
-    }
-    network, config = read_network(write_model(tmp_path / "m", "qwen3", changes=moe))
+    model = write_model(tmp_path / "m", "qwen3", changes=QWEN3_MOE)
+    network, config = read_network(model)
     with pytest.raises(ConfigError, match="cannot be split over 2 ranks"):
         share(2, RingSplit.PIPELINE, layers).take(network, config)
 
