@@ -100,14 +100,6 @@ class Front:
 
 
 @pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[Front]:
-    made = Front(tmp_path / "texts")
-    yield made
-    await made.peers.aclose()
-    await made.channels.aclose()
-
-
-@pytest.fixture
 async def minis(front: Front, tmp_path: Path) -> AsyncIterator[dict[str, ServingNode]]:
     """Two nodes that serve `toy`, and are known to the front one."""
     async with AsyncExitStack() as stack:

@@ -4,8 +4,6 @@ calls."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -35,14 +33,6 @@ ASKED = ImageRequest(prompt="a fox", seed=7, size=(64, 64))
 
 def drawing(name: str = "painter") -> OfferedModel:
     return OfferedModel(ModelId(name), CardRole.TOOL, capability="image")
-
-
-@pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[Front]:
-    made = Front(tmp_path / "texts")
-    yield made
-    await made.peers.aclose()
-    await made.channels.aclose()
 
 
 def fleet(front: Front, *own: ToyPainter) -> RoutedModels:

@@ -3,9 +3,6 @@ by real calls."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from kakeya.backends.relay.config import CloudSettings
@@ -26,14 +23,6 @@ from tests.waiting import until
 
 def tool(name: str, kind: str = "text/commands") -> OfferedModel:
     return OfferedModel(ModelId(name), CardRole.TOOL, capability=kind)
-
-
-@pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[Front]:
-    made = Front(tmp_path / "texts")
-    yield made
-    await made.peers.aclose()
-    await made.channels.aclose()
 
 
 def routed(front: Front, *names: str, **backends: object) -> RoutedRelays:
