@@ -122,6 +122,29 @@ async def shelf_of(folder: Path, model: str, *flags: str) -> AsyncIterator[Shelf
         yield Shelf(front, minis)
 
 
+@asynccontextmanager
+async def replaceable(folder: Path) -> AsyncIterator[tuple[NodeProcess, NodeProcess]]:
+    """A peer with the model, and a node that knows it and is going to be replaced."""
+    flags = ("--model", VERIFIER, *QUICK)
+    async with NodeProcess(folder / "peer", "--node-id", "peer", *flags) as peer:
+        flags = ("--node-id", "replaced", "--peer", peer.grpc, *flags)
+        async with NodeProcess(folder / "node", *flags, stop_s=60.0) as old:
+            for node in (peer, old):
+                await eventually(
+                    "it is ready", lambda node=node: model_state(node, VERIFIER)["state"] == "ready"
+                )
+            await eventually("it knows its peer", lambda: VERIFIER in offers(seen_by(old)["peer"]))
+            yield peer, old
+
+
+def successor(folder: Path, peer: NodeProcess, old: NodeProcess) -> NodeProcess:
+    """The node that takes the place of one of `replaceable`."""
+    flags = ("--node-id", "replaced", "--peer", peer.grpc, "--model", VERIFIER, *QUICK)
+    return NodeProcess(
+        folder / "node", *flags, "--bind", old.grpc, "--http", old.http, start_s=150.0
+    )
+
+
 def client_of(node: NodeProcess, name: str = "") -> openai.AsyncOpenAI:
     """An OpenAI client of a node, which may call itself by a name."""
     return openai.AsyncOpenAI(

@@ -24,11 +24,13 @@ from kakeya.node.datadir import DataDir, is_left
 from kakeya.node.handover import DrainedHttp, take_place
 from kakeya.wire.server.port_handover import PortHandover, ask_for_port
 from kakeya.wire.server.ports import listen
-from tests.node.nodes import QUICK, VERIFIER, NodeProcess, model_state, offers, seen_by
+from tests.node.nodes import VERIFIER, replaceable, successor
 from tests.waiting import eventually, until
 
 LOOPBACK = "127.0.0.1:0"
 CLIENTS = 4
+PAUSE_S = 0.2
+"""Between two requests of a client, so that the clients leave the processor to the nodes."""
 
 
 @contextlib.asynccontextmanager
@@ -129,23 +131,14 @@ async def test_a_node_is_replaced_and_no_client_of_its_address_is_refused(tmp_pa
         with urllib.request.urlopen(asked, timeout=120) as answer:
             return str(json.load(answer)["choices"][0]["text"])
 
-    flags = ("--model", VERIFIER, *QUICK)
-    peer = NodeProcess(tmp_path / "peer", "--node-id", "peer", *flags)
-    async with peer, contextlib.AsyncExitStack() as stack:
-        flags = ("--node-id", "replaced", "--peer", peer.grpc, *flags)
-        old = NodeProcess(tmp_path / "node", *flags, stop_s=60.0)
-        await stack.enter_async_context(old)
-        for node in (peer, old):
-            await eventually(
-                "it is ready", lambda node=node: model_state(node, VERIFIER)["state"] == "ready"
-            )
-        await eventually("it knows its peer", lambda: VERIFIER in offers(seen_by(old)["peer"]))
+    async with replaceable(tmp_path) as (peer, old), contextlib.AsyncExitStack() as stack:
         known, over = await asyncio.to_thread(complete, old.http), asyncio.Event()
         answers: list[str] = []
 
         async def client() -> None:
             while not over.is_set():
                 answers.append(await asyncio.to_thread(complete, old.http))
+                await asyncio.sleep(PAUSE_S)
 
         clients = [asyncio.create_task(client()) for _ in range(CLIENTS)]
         data = tmp_path / "node" / "data"
@@ -156,10 +149,7 @@ async def test_a_node_is_replaced_and_no_client_of_its_address_is_refused(tmp_pa
             )
         )
         await eventually("it is drained", lambda: is_left(data))
-        new = NodeProcess(
-            tmp_path / "node", *flags, "--bind", old.grpc, "--http", old.http, start_s=150.0
-        )
-        await stack.enter_async_context(new)
+        new = await stack.enter_async_context(successor(tmp_path, peer, old))
         await draining
         assert await old.wait() == 0
         before = len(answers)

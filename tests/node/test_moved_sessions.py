@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kakeya.node.datadir import is_left
 from kakeya.sessions.client import Client, ClientSession
-from tests.node.nodes import QUICK, VERIFIER, NodeProcess, model_state, offers, run_cli, seen_by
+from tests.node.nodes import replaceable, run_cli, successor
 from tests.waiting import eventually
 
 TURNS = ([5, 6, 7] * 40, [8, 9] * 10, [10, 11] * 10, [12] * 5)
@@ -29,18 +29,7 @@ async def undisturbed(address: str) -> list[list[int]]:
 async def test_a_session_goes_on_at_a_peer_and_at_the_node_that_replaces_its_own(
     tmp_path: Path,
 ) -> None:
-    flags = ("--model", VERIFIER, *QUICK)
-    async with AsyncExitStack() as stack:
-        peer = NodeProcess(tmp_path / "peer", "--node-id", "peer", *flags)
-        await stack.enter_async_context(peer)
-        flags = ("--node-id", "replaced", "--peer", peer.grpc, *flags)
-        old = NodeProcess(tmp_path / "node", *flags, stop_s=60.0)
-        await stack.enter_async_context(old)
-        for node in (peer, old):
-            await eventually(
-                "it is ready", lambda node=node: model_state(node, VERIFIER)["state"] == "ready"
-            )
-        await eventually("it knows its peer", lambda: VERIFIER in offers(seen_by(old)["peer"]))
+    async with replaceable(tmp_path) as (peer, old), AsyncExitStack() as stack:
         known = await undisturbed(peer.grpc)
 
         client = await stack.enter_async_context(Client(old.grpc))
@@ -56,10 +45,7 @@ async def test_a_session_goes_on_at_a_peer_and_at_the_node_that_replaces_its_own
         await eventually("it is drained", lambda: is_left(data))
         # The node that is drained passes on what is asked of it.
         assert await turn(near, TURNS[1]) == known[1]
-        new = NodeProcess(
-            tmp_path / "node", *flags, "--bind", old.grpc, "--http", old.http, start_s=150.0
-        )
-        await stack.enter_async_context(new)
+        new = await stack.enter_async_context(successor(tmp_path, peer, old))
         drained = await draining
         assert json.loads(drained.stdout)["cut_off"] == 0, drained
         assert await old.wait() == 0
