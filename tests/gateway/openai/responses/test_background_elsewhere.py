@@ -18,6 +18,8 @@ from tests.waiting import until
 
 SAID = "Hello there, how are you today? I am well, thank you. " * 3
 SLOW = Pace(step_s=0.01)
+STILL_AT_WORK = Pace(step_s=1.0)
+"""Of a node that is lost or cancels: minutes of work, so that it never ends before that."""
 ASKED: dict[str, Any] = {"model": "toy", "input": "hi", "background": True}
 
 
@@ -26,8 +28,8 @@ def folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "toy")
 
 
-def toys(folder: Path, script: str | None = SAID, **more: Any) -> list[ToyModel]:
-    return [ToyModel(folder, script=script, pace=SLOW, **more) for _ in range(2)]
+def toys(folder: Path, script: str | None = SAID, first: Pace = SLOW) -> list[ToyModel]:
+    return [ToyModel(folder, script=script, pace=pace) for pace in (first, SLOW)]
 
 
 async def ended(served: Served, response_id: str) -> Response:
@@ -40,7 +42,7 @@ async def ended(served: Served, response_id: str) -> Response:
 
 
 async def test_it_goes_on_where_it_is_polled_after_the_loss_of_its_node(folder: Path) -> None:
-    one, two = toys(folder)
+    one, two = toys(folder, first=STILL_AT_WORK)
     async with pair(one, two) as nodes:
         first = await nodes.first.openai.responses.create(**ASKED, metadata={"a": "b"})
         await until(lambda: bool(nodes.fleet.held["two"].find(first.id, "127.0.0.1").frames))  # type: ignore[union-attr]
@@ -125,7 +127,7 @@ async def test_its_events_go_on_elsewhere_from_the_last_one(folder: Path) -> Non
 
 
 async def test_one_that_was_cancelled_is_told_of_elsewhere(folder: Path) -> None:
-    one, two = toys(folder)
+    one, two = toys(folder, first=STILL_AT_WORK)
     async with pair(one, two) as nodes:
         first = await nodes.first.openai.responses.create(**ASKED)
         await one.started.wait()
@@ -139,7 +141,7 @@ async def test_one_that_was_cancelled_is_told_of_elsewhere(folder: Path) -> None
 
 
 async def test_one_of_a_lost_node_is_cancelled_elsewhere(folder: Path) -> None:
-    one, two = toys(folder)
+    one, two = toys(folder, first=STILL_AT_WORK)
     async with pair(one, two) as nodes:
         first = await nodes.first.openai.responses.create(**ASKED)
         await nodes.lose_first()
