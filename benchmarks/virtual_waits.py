@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.report import emit, median
 from benchmarks.virtual_time import NodeClock, run_virtual
-from benchmarks.wait_estimates import GOAL, LEAST_S, MODELS, POLL_S, WITHIN
+from benchmarks.wait_estimates import GOAL, LEAST_S, MODELS, POLL_S, PROMPT_TOKENS, WITHIN
 from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.gate import Gate
 from kakeya.backends.model_life import TEXT
@@ -38,7 +38,6 @@ from kakeya.memory.arbiter.capability import Capability, Loaded
 from kakeya.memory.arbiter.resident import TEXT_TARGET, Warmth
 
 SPECS = [parse_model(f"m{number}=kakeya-tiny") for number in range(MODELS)]
-PROMPT_TOKENS = (8, 300)
 ANSWERS = {"short": (50, 400), "long": (100, 1500)}
 LOAD_S, UNLOAD_S, JITTER = 2.0, 0.3, 0.2
 PROMPT_TOKEN_S = 0.002
