@@ -104,6 +104,9 @@ class SessionMover:
 
     async def settled(self) -> None:
         """Wait until what moves has moved, for a moment at most."""
+        for session in self._store.sessions():  # also one that came here for no operation
+            if not session.is_busy:
+                self._idle(session)
         if self._tasks:
             await asyncio.wait(tuple(self._tasks), timeout=SETTLE_S)
 
@@ -185,7 +188,7 @@ class SessionMover:
             label=session.label,
             stop_token_ids=session.stop_token_ids,
             history=session.history,
-            idle_s=session.idle_s(self._clock.mono()),
+            idle_s=max(0.0, self._clock.mono() - session.used_mono),  # its move is no use of it
             weights=_weights(own),
         )
 
@@ -241,6 +244,13 @@ class SessionMover:
             return
         if self._is_closed:
             raise self._moved_to(session_id)
+        # It goes on without its client: on its way between two nodes the session is at neither.
+        bringing = asyncio.create_task(self._brought(session_id), name=f"bring {session_id}")
+        self._tasks.add(bringing)
+        bringing.add_done_callback(self._tasks.discard)
+        await asyncio.shield(bringing)
+
+    async def _brought(self, session_id: str) -> None:
         async with self._locks.setdefault(session_id, asyncio.Lock()):
             if self._store.find(session_id) is None:
                 await self._bring(session_id)
@@ -264,7 +274,10 @@ class SessionMover:
             answers = await asyncio.gather(
                 *(self._look(peer, session_id) for peer in self._peers.all())
             )
-            for peer, moved in (one for one in answers if isinstance(one, tuple)):
+            found = [one for one in answers if isinstance(one, tuple)]
+            if found:
+                # Where the answer to a gift was lost, two nodes have it, and one of them went on.
+                peer, moved = min(found, key=lambda one: one[1].idle_s)
                 await self._take(peer, moved)
                 return
             busy = next((one for one in answers if isinstance(one, Conflict)), None)

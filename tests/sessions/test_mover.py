@@ -21,7 +21,7 @@ from kakeya.sessions.move_service import SessionMoveService
 from kakeya.sessions.mover import SessionMover
 from kakeya.sessions.peers import RemotePeer, SessionPeer, moved_from_wire, moved_to_wire
 from kakeya.sessions.service import RuntimeService
-from kakeya.sessions.session import MovedSession
+from kakeya.sessions.session import MovedSession, Session
 from kakeya.sessions.store import SessionLimits, SessionStore
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.v1.sessions_pb2_grpc import add_SessionMoveServiceServicer_to_server
@@ -153,6 +153,16 @@ async def shelf(*places: Place) -> AsyncIterator[Shelf]:
         yield Shelf(list(places), clients, servers)
 
 
+def opened(place: Place) -> Session:
+    """A session with a prompt."""
+    assert place.model.facts is not None
+    session = place.store.create(
+        place.model, place.model.facts, stop_token_ids=frozenset(), label=""
+    )
+    session.append(PROMPT)
+    return session
+
+
 async def turn(session, more: Sequence[int], tokens: int) -> list[int]:
     await session.append(more)
     return [token async for token in session.generate(tokens)]
@@ -271,6 +281,62 @@ async def test_a_session_in_use_elsewhere_is_not_taken() -> None:
             with pytest.raises(Conflict, match="busy with Generate"):
                 await there.append(PROMPT)
         assert await there.append(PROMPT) == len(PROMPT)
+
+
+async def test_a_client_that_leaves_while_its_session_is_on_its_way_loses_nothing() -> None:
+    old, new = Place(1), Place(2)
+    session = opened(old)
+    has_left, arrives = asyncio.Event(), asyncio.Event()
+
+    class Slow(Reached):
+        async def take(self, session_id: str, *, remove: bool) -> MovedSession:
+            moved = await super().take(session_id, remove=remove)
+            if remove:
+                has_left.set()
+                await arrives.wait()
+            return moved
+
+    new.peers.nodes = [Slow(old)]
+    call = asyncio.create_task(new.mover.bring(session.session_id))
+    await has_left.wait()
+    call.cancel()
+    await asyncio.wait((call,))
+    arrives.set()
+    await new.mover.bring(session.session_id)
+    assert list(new.store.get(session.session_id).history) == PROMPT
+    assert not old.store.sessions()
+
+
+async def test_the_idle_time_of_a_session_goes_on_at_another_node() -> None:
+    old, new = Place(1), Place(2)
+    session = opened(old)
+    session.used_mono -= 600
+    new.peers.nodes = [Reached(old)]
+    await new.mover.bring(session.session_id)
+    assert new.store.get(session.session_id).idle_s(new.clock.mono()) >= 600
+
+
+async def test_of_two_nodes_with_a_session_the_one_that_went_on_with_it_is_asked() -> None:
+    stale, fresh, new = Place(1), Place(2), Place(3)
+    session = opened(stale)
+    await Reached(fresh).give(stale.mover.hand_out(session.session_id, remove=False))
+    session.used_mono -= 60
+    with fresh.store.operation(session.session_id, "AppendTokens") as there:
+        there.append(MORE)
+    new.peers.nodes = [Reached(stale), Reached(fresh)]
+    await new.mover.bring(session.session_id)
+    assert list(new.store.get(session.session_id).history) == PROMPT + MORE
+
+
+async def test_a_session_that_was_only_looked_at_on_a_node_that_leaves_is_given_back() -> None:
+    async with shelf(Place(1), Place(2)) as nodes:
+        old, peer = nodes.places
+        session = opened(peer)
+        old.mover.leave()
+        there = await nodes.clients[0].resume_session(session.session_id)
+        assert (await there.info()).history_length == len(PROMPT)
+        await old.mover.settled()
+        assert [len(place.store.sessions()) for place in nodes.places] == [0, 1]
 
 
 async def test_what_is_no_id_of_a_session_is_asked_of_no_node() -> None:
