@@ -71,11 +71,21 @@ class PrefixesForPeers:
         key = f"{FOR_PEERS}/{asked.digest.hex()}"
         report = await self._renewed(key) if asked.digest in self._until else None
         if report is None and asked.tokens:
-            report = _CROWDED if len(self._until) >= MOST_KEPT else await self._warm(key, asked)
+            report = await self._begin(key, asked)
         if report is None:
             self._until.pop(asked.digest, None)
         elif report.outcome is WarmOutcome.WARM:
             self._until[asked.digest] = self._clock.mono() + LAPSE_S
+        return report
+
+    async def _begin(self, key: str, asked: PeerPrefix) -> WarmReport:
+        if asked.digest not in self._until and len(self._until) >= MOST_KEPT:
+            return _CROWDED
+        # Before it is warm: where the call ends meanwhile it is warmed all the same, and lapses.
+        self._until[asked.digest] = self._clock.mono() + LAPSE_S
+        report = await self._warm(key, asked)
+        if report.outcome is not WarmOutcome.WARM:
+            self._until.pop(asked.digest, None)
         return report
 
     async def _warm(self, key: str, asked: PeerPrefix) -> WarmReport:

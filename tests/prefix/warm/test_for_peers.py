@@ -14,6 +14,7 @@ from kakeya.prefix.warm.declared_prompts import DeclaredPrompt
 from kakeya.prefix.warm.for_peers import LAPSE_S, PeerPrefix
 from tests.gateway.toy import make_folder
 from tests.prefix.warm.world import StillClock, precache_world, prompt_of
+from tests.waiting import until
 
 PROMPT = tuple(prompt_of(200, 1))
 THERE = KvHolder(node_id="declares", tokens=len(PROMPT))
@@ -51,6 +52,22 @@ async def test_a_prefix_of_which_nothing_is_heard_any_more_is_looked_after_no_mo
         assert keeper.keeping(b"digest") is Keeping.NOTHING
         assert w.precache.status()["kept"] == 0
         assert await keeper.keep(asked(())) is None
+
+
+async def test_a_prefix_whose_call_ended_before_it_was_warm_lapses_too():
+    clock = StillClock()
+    async with precache_world(clock) as w:
+        keeper = w.precache.for_peers
+        w.model.gate = asyncio.Event()
+        call = asyncio.create_task(keeper.keep(asked()))
+        await until(lambda: w.model.requests)
+        call.cancel()
+        await asyncio.wait((call,))
+        w.model.gate.set()
+        await until(lambda: w.precache.status()["kept"] == 1)
+        clock.advance(LAPSE_S + 1)
+        assert keeper.keeping(b"digest") is Keeping.NOTHING
+        assert w.precache.status()["kept"] == 0
 
 
 async def test_without_free_room_it_is_not_kept_and_what_is_wiped_is_not_known():
