@@ -136,7 +136,8 @@ class RingLeader:
         try:
             match link.receive():
                 case ["hello", int(rank), str(token)] if (
-                    hmac.compare_digest(token, self._token)
+                    token.isascii()
+                    and hmac.compare_digest(token, self._token)
                     and 0 < rank < self._ranks
                     and rank not in self._links
                 ):

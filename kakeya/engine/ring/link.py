@@ -45,7 +45,7 @@ class RingLink:
             raise PeerProtocol(f"a message of {length} bytes; at most {_MOST_BYTES} are sent")
         try:
             message: object = json.loads(self._read(length))
-        except ValueError as failure:
+        except (ValueError, RecursionError) as failure:
             raise PeerProtocol(f"a message is no JSON: {failure}") from failure
         return message
 

@@ -130,7 +130,12 @@ def test_a_connection_without_the_token_is_closed() -> None:
     leader = RingLeader(HOST, 2, TOKEN, lost.append, clock.mono)
     gathering = threading.Thread(target=leader.gather)
     gathering.start()
-    for hello in (["hello", 1, "guess"], ["hello", 7, TOKEN], ["beat", 1]):
+    for hello in (
+        ["hello", 1, "guess"],
+        ["hello", 1, "gu\u00e9ss"],
+        ["hello", 7, TOKEN],
+        ["beat", 1],
+    ):
         stranger = RingLink(socket.create_connection((HOST, leader.port)))
         stranger.send(hello)
         with pytest.raises(PeerUnavailable):
@@ -155,9 +160,10 @@ def test_a_silent_peer_is_lost_and_a_broken_message_named() -> None:
         link = RingLink(server.accept()[0], silent_s=0.05)
     with pytest.raises(PeerUnavailable, match="said nothing"):
         link.receive()
-    other.sendall(b"\0\0\0\2{]")
-    with pytest.raises(PeerProtocol, match="no JSON"):
-        link.receive()
+    for broken in (b"{]", b"[" * 200_000):
+        other.sendall(len(broken).to_bytes(4, "big") + broken)
+        with pytest.raises(PeerProtocol, match="no JSON"):
+            link.receive()
     other.sendall(b"\xff\xff\xff\xff")
     with pytest.raises(PeerProtocol, match="bytes"):
         link.receive()
