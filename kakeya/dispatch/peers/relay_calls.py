@@ -92,7 +92,7 @@ class RelayCalls:
                 if not heard.HasField("piece"):
                     continue
                 file += heard.piece.data
-                if len(file) > _MOST_FILE_BYTES:
+                if len(file) > _MOST_FILE_BYTES or len(drawn) == request.count:
                     break
                 if heard.piece.is_last:
                     drawn.append(DrawnImage(png=bytes(file), seed=heard.piece.seed))

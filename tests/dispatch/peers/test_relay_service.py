@@ -303,3 +303,15 @@ async def test_what_is_no_image_is_the_fault_of_the_peer(png: bytes) -> None:
             await node.calls.draw(
                 "painter", ImageRequest(prompt="a", seed=1), lambda *_: None, None
             )
+
+
+async def test_of_more_images_than_were_asked_for_no_more_are_taken() -> None:
+    class Many(ToyPainter):
+        async def draw(self, request, tell, wait=None) -> tuple[DrawnImage, ...]:
+            return (await super().draw(request, tell, wait)) * 5
+
+    async with relaying(Many()) as node:
+        with pytest.raises(PeerProtocol, match="sent 1 images and"):
+            await node.calls.draw(
+                "painter", ImageRequest(prompt="a", seed=1), lambda *_: None, None
+            )
