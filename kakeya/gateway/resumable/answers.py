@@ -118,7 +118,10 @@ class ResumableAnswers:
         send: Send,
     ) -> None:
         """Stream the events of an answer of a path behind the number `after`, and go on with it;
-        with None send it whole. The request's own body is read."""
+        with None send it whole. The request's own body is read. Raises Conflict for an answer that
+        ended without any."""
+        if copy.ended:
+            raise Conflict(f"{copy.answer_id} has no events: it failed or was cancelled")
         asked = json.loads(copy.body) | {"model": copy.model_id, "stream": after is not None}
         route = GenerationRoute(
             dialect,

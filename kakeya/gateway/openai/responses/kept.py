@@ -86,9 +86,7 @@ class StoredResponses:
         self, copy: AnswerCopy, after: int | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Tell of a response by its copy."""
-        if copy.ended:
-            if after is not None:
-                raise Conflict(f"{copy.answer_id} has no events: it failed or was cancelled")
+        if copy.ended and after is None:
             await send_json(send, 200, copy.ended)
         elif after is None and not copy.is_complete:
             reply = parse_response(json.loads(copy.body), self._store, earlier=())

@@ -129,12 +129,18 @@ async def test_its_events_go_on_elsewhere_from_the_last_one(folder: Path) -> Non
 async def test_one_that_was_cancelled_is_told_of_elsewhere(folder: Path) -> None:
     one, two = toys(folder, first=STILL_AT_WORK)
     async with pair(one, two) as nodes:
-        first = await nodes.first.openai.responses.create(**ASKED)
+        seeded = ASKED | {"extra_body": {"seed": 3}}
+        first = await nodes.first.openai.responses.create(**seeded)
         await one.started.wait()
         with pytest.raises(openai.ConflictError, match="node one makes it"):
             await nodes.second.openai.responses.cancel(first.id)
         await nodes.first.openai.responses.cancel(first.id)
         assert (await ended(nodes.second, first.id)).status == "cancelled"
+        with pytest.raises(openai.ConflictError, match="failed or was cancelled"):
+            await nodes.second.openai.responses.create(
+                **seeded, stream=True, extra_headers={"Last-Event-ID": f"{first.id}:0"}
+            )
+        assert not two.requests, "it is not made again"
         await nodes.first.openai.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             await nodes.second.openai.responses.retrieve(first.id)
