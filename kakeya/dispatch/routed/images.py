@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kakeya.backends.images.model import IMAGE
-from kakeya.core.errors import KakeyaError, PeerUnavailable
+from kakeya.core.errors import KakeyaError, PeerUnavailable, UnknownMethod
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.routed.route import ELSEWHERE
 from kakeya.fleet.cards.cards import CardRole
@@ -92,7 +92,8 @@ class RoutedImageModel:
                 if self._own is not None:
                     return await self._own.draw(request, tell, wait)
             except ELSEWHERE as failure:
-                if peer is not None:
+                # A node of an older build draws for its own clients alone, and serves text.
+                if peer is not None and not isinstance(failure, UnknownMethod):
                     self._peers.failed(peer, failure)
                 last = failure
             finally:

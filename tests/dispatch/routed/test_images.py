@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
 import pytest
 
 from kakeya.core.errors import (
@@ -24,6 +25,7 @@ from kakeya.generation.facts import ModelState
 from kakeya.generation.image import DrawnImage, ImageRequest, PipelineKind
 from tests.dispatch.peers.relaying import relaying
 from tests.dispatch.peers.test_neighbours import Front
+from tests.fleet.nodes import verifier
 from tests.gateway.openai.test_images import ToyPainter
 from tests.gateway.toy import Directory
 from tests.waiting import until
@@ -110,6 +112,22 @@ async def test_a_request_that_one_node_fails_is_drawn_by_the_next(
         with pytest.raises(type(failure), match=f"right: {failure.message}"):
             await draw(models)
         assert not front.failed, "all of them answered"
+
+
+async def test_a_node_of_an_older_build_draws_nothing_and_serves_text_on(front: Front) -> None:
+    older, theirs = grpc.aio.server(), ToyPainter()
+    address = f"127.0.0.1:{older.add_insecure_port('127.0.0.1:0')}"
+    await older.start()
+    try:
+        async with relaying(theirs) as right:
+            front.hear("left", drawing(), verifier("toy"), address=address)
+            front.hear("right", drawing(), address=right.address)
+            await draw(fleet(front))
+    finally:
+        await older.stop(None)
+    assert len(theirs.asked) == 1
+    assert front.offering("toy") == ["left"]
+    assert not front.failed
 
 
 async def test_a_wrong_request_is_asked_of_one_node(front: Front) -> None:
