@@ -65,7 +65,7 @@ class DeclaredCopies:
         clock: Clock,
     ) -> None:
         """Each prompt is kept warm on so many nodes, this one included; `facts` are those of an own
-        model."""
+        model, and raise where it is gone."""
         self._declared = declared
         self._peers = peers
         self._nodes = nodes
@@ -130,7 +130,11 @@ class DeclaredCopies:
     # Between the parts of this module
 
     def _candidates(self, text: DeclaredText) -> Mapping[str, ServingPeer]:
-        found = offering(self._peers, text.model_id, self._facts(text.model_id))
+        try:
+            facts = self._facts(text.model_id)
+        except KakeyaError:  # its adapter was removed since
+            return {}
+        found = offering(self._peers, text.model_id, facts)
         # Of a model that was never loaded it is not even known that its words are the same.
         trusted = [peer for peer in found if not peer.is_suspect and peer.offered.vocabulary_digest]
         return {peer.node_id: peer for peer in trusted[:MOST_QUOTED]}

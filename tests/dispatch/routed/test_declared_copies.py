@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kakeya.core.errors import NotFound
 from kakeya.core.tasks import Supervisor
 from kakeya.dispatch.peers.neighbours import ServingPeer
 from kakeya.dispatch.routed.declared_copies import RENEW_S, SPARED_S, DeclaredCopies
@@ -92,6 +93,26 @@ async def test_a_prompt_is_kept_by_as_many_nodes_as_are_wanted_and_sent_once_to_
     await world.copies.place()
     assert (world.keeping(), world.warmed()) == (keeping, 2)
     assert sum(len(node.keeper.came) for node in world.fleet.nodes.values()) == 4
+
+
+async def test_a_prompt_of_an_adapter_that_was_removed_is_kept_by_none() -> None:
+    world = World()
+
+    def removed(model_id: str) -> None:
+        raise NotFound(f"no adapter {model_id}")
+
+    copies = DeclaredCopies(
+        world.declared,  # type: ignore[arg-type]
+        world.fleet,  # type: ignore[arg-type]
+        nodes=3,
+        facts=removed,
+        is_private=lambda _: True,
+        clock=world.clock,
+    )
+    copies.fleet_changed()
+    await copies.place()
+    copies.fleet_changed()
+    assert not world.keeping()
 
 
 async def test_a_node_that_leaves_is_replaced_and_one_that_is_back_is_told_again() -> None:
