@@ -21,7 +21,7 @@ from kakeya.fleet.identity.join_server import Invitation
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer
 from kakeya.wire.security import CertRole
-from kakeya.wire.status import abort
+from kakeya.wire.status import abort, errors_end
 
 SOCKET = "control.sock"
 Context = grpc.aio.ServicerContext[object, object]
@@ -130,7 +130,7 @@ class ControlService(ControlServiceServicer):
         """Drain the node, then stop it; what was begun goes on if the caller leaves."""
         patience_s = request.patience_seconds or PATIENCE_S
         drain = self._drain(patience_s, until_replaced=request.until_replaced)
-        async with aclosing(drain) as steps:
+        async with errors_end(context), aclosing(drain) as steps:
             async for step in steps:
                 told = pb.DrainProgress(requests=step.requests, seconds=step.seconds)
                 await context.write(told)

@@ -15,6 +15,7 @@ from kakeya.adapters.service import AdapterService
 from kakeya.backends.relay.relays import Relays
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
+from kakeya.core.errors import Conflict
 from kakeya.core.ids import NGRAM
 from kakeya.core.tasks import Supervisor
 from kakeya.decoding.ngram.ngram import NGramProposer
@@ -185,6 +186,7 @@ class Services:
             pages.prefixes.elsewhere = self.peers
         for name in _ALWAYS_SERVING:
             health.set(name, serves=True)
+        self._tasks: Supervisor | None = None
 
     @property
     def served(self) -> int:
@@ -216,6 +218,8 @@ class Services:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     def _begin_drain(self, reason: str) -> None:
+        if self._tasks is None:
+            raise Conflict("the node does not serve yet; drain it once it is ready, or stop it")
         self.runtime.drain(reason)
         self._serving.drain(reason)
         self._relay.drain(reason)

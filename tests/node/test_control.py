@@ -69,6 +69,8 @@ def dispatch(word: str, free_bytes: int | None) -> str:
 async def drain(
     patience_s: float, *, until_replaced: bool = False
 ) -> AsyncGenerator[DrainStep, None]:
+    if patience_s == 1:
+        raise Conflict("the node does not serve yet")
     yield DrainStep(requests=3, seconds=0.0)
     yield DrainStep(requests=1, seconds=patience_s)
 
@@ -338,3 +340,5 @@ async def test_drain_tells_what_runs_and_what_was_cut_off(
         assert "1 requests were cut off" in told.out
         with pytest.raises(InvalidArgument, match="--patience is 0; above 0"):
             await run("drain", *where, "--patience", "0")
+        with pytest.raises(Conflict, match="does not serve yet"):
+            await run("drain", *where, "--patience", "1")
