@@ -196,6 +196,10 @@ def _text(item: Any) -> str:  # noqa: ANN401 - of several types
     return "".join(part.text for part in item.content or ())
 
 
+_TRIES = 5
+"""Of a client whose resumption is refused for another try."""
+
+
 class ToldEvents:
     """An answer whose events are read as they are sent, by their ids."""
 
@@ -243,11 +247,18 @@ class ToldEvents:
     async def go_on(self, node: NodeProcess) -> None:
         """Stream the rest from another node."""
         last = {"Last-Event-ID": self._ids[-1]}
-        if self._posts:
-            await self._stream(node, "POST", self._path, last)
-        else:
-            address = f"{self._path}/{self._ids[-1].rpartition(':')[0]}"
-            await self._stream(node, "GET", address, last)
+        address = f"{self._path}/{self._ids[-1].rpartition(':')[0]}"
+        way = ("POST", self._path) if self._posts else ("GET", address)
+        for left in reversed(range(_TRIES)):
+            try:
+                await self._stream(node, *way, last)
+            except httpx.HTTPStatusError as refusal:
+                if refusal.response.status_code != 503 or not left:
+                    raise
+                print(f"refused: {refusal}", flush=True)
+                await asyncio.sleep(float(refusal.response.headers["retry-after"]))
+            else:
+                return
 
     async def _stream(
         self,

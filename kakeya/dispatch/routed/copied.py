@@ -21,7 +21,14 @@ from dataclasses import replace
 from hashlib import sha256
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Conflict, Denied, KakeyaError, NotFound, UnknownMethod
+from kakeya.core.errors import (
+    Conflict,
+    Denied,
+    KakeyaError,
+    NotFound,
+    PeerUnavailable,
+    UnknownMethod,
+)
 from kakeya.core.figures import Figure, counter
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.dispatch.peers.held_answers import KEEP_S, AnswerCopy, HeldAnswers
@@ -43,6 +50,11 @@ _MOST_TRIES = 3
 """Peers that are asked to hold a copy, before this node does."""
 _MOST_WHOLE = 6
 """Times that one answer is sent from its beginning; two nodes may go on with it at once."""
+
+
+_HOLDS_NONE = (NotFound, UnknownMethod, Denied)
+_AGAIN_S = 1.0
+"""A node that was just restarted is reached again by then."""
 
 
 class AnswerCopies:
@@ -69,13 +81,16 @@ class AnswerCopies:
 
     async def find(self, answer_id: str, client: str) -> AnswerCopy:
         """The copy of a client's answer with the most tokens. Raises NotFound, which names the
-        nodes that were asked."""
+        nodes that were asked, and PeerUnavailable while one of them does not answer."""
         here = self.held.find(answer_id, client)
         found = [] if here is None else [copy_from_wire(here)]
         told = await self._ask(answer_id, client)
         found += [one for one in told.values() if isinstance(one, AnswerCopy)]
         if not found:
-            raise NotFound(self._missing(answer_id, told))
+            missing = self._missing(answer_id, told)
+            if all(isinstance(one, _HOLDS_NONE) for one in told.values()):
+                raise NotFound(missing)
+            raise PeerUnavailable(missing, retry_after_s=_AGAIN_S)
         return max(found, key=lambda copy: (copy.is_complete, _tokens(copy)))
 
     async def forget(self, answer_id: str, client: str) -> bool:

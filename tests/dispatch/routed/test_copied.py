@@ -153,6 +153,17 @@ async def test_a_lost_holder_is_replaced_by_another_with_the_whole_copy() -> Non
     assert count(copy.frames) == got
 
 
+async def test_an_answer_may_be_found_yet_while_a_node_that_may_hold_it_does_not_answer() -> None:
+    fleet = CopyFleet("front", "left", "right")
+    fleet.fails["left"] = PeerUnavailable("it starts")
+    with pytest.raises(PeerUnavailable, match="not asked with success: left") as caught:
+        await fleet.at("front").find("resp_1", "")
+    assert caught.value.retry_after_s
+    fleet.fails["left"] = UnknownMethod("it knows no FindAnswer")
+    with pytest.raises(NotFound, match="is held for this client by this node"):
+        await fleet.at("front").find("resp_1", "")
+
+
 async def test_without_peers_the_node_holds_its_copies_itself() -> None:
     fleet = CopyFleet("front")
     got = await take(fleet.at("front"), new(), QuotedToy(), 10)
