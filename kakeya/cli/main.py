@@ -26,9 +26,9 @@ from kakeya.cli import config as config_cli
 from kakeya.cli import fleet as fleet_cli
 from kakeya.cli import jobs as job_cli
 from kakeya.cli import keys as key_cli
-from kakeya.cli import leases as lease_cli
 from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
+from kakeya.cli.leases import commands as lease_cli
 from kakeya.cli.node_api import NodeApi, find_node
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.generation.caller import PRIORITIES

@@ -59,11 +59,11 @@ from kakeya.node.services import Services
 from kakeya.node.startup import become_member, begin, tell_command_line, to_remember
 from kakeya.node.state_writer import StateWriter
 from kakeya.node.warm import node_precache
-from kakeya.node.watchdog import LoopWatchdog
 from kakeya.prefix.peers.peers import read_fleet_key
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.server.listeners import Listeners
 from kakeya.wire.server.ports import listen
+from kakeya.wire.server.watchdog import LoopWatchdog
 
 _log = logging.getLogger(__name__)
 GRACE_S = 5.0

@@ -18,10 +18,10 @@ from kakeya.node.services import Services
 from kakeya.node.state import NodeState
 from kakeya.node.state_writer import StateWriter
 from kakeya.node.status import NodeView, describe, own_warnings
-from kakeya.node.watchdog import LoopWatchdog
 from kakeya.prefix.warm.ahead import NodePrecache
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.server.listeners import Listeners
+from kakeya.wire.server.watchdog import LoopWatchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
-from kakeya.node.watchdog import LoopWatchdog
 from kakeya.wire.server.health import NodeHealth
-from tests.node.test_watchdog import get_stuck
+from kakeya.wire.server.watchdog import LoopWatchdog
+from tests.wire.server.test_watchdog import get_stuck
 
 SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
 RUNTIME = "kakeya.v1.RuntimeService"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.node.watchdog import PAUSE_S, LoopWatchdog
+from kakeya.wire.server.watchdog import PAUSE_S, LoopWatchdog
 
 pytestmark = pytest.mark.alone
 

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     folder = data_dir_of(options)
     match options.action:
         case "run":
-            from kakeya.cli import lease_run
+            from kakeya.cli.leases import run as lease_run
 
             return lease_run.run(folder, options)
         case "list":
@@ -119,7 +119,7 @@ def _show(book: Book, leases: list[dict[str, object]], *, as_json: bool) -> int:
         }
         print(json.dumps(facts))
         return 0
-    from kakeya.cli.lease_tables import show_leases
+    from kakeya.cli.leases.tables import show_leases
 
     show_leases(leases, granter=granter, is_drained=book.drain is not None)
     return 0
@@ -129,7 +129,7 @@ def _show(book: Book, leases: list[dict[str, object]], *, as_json: bool) -> int:
 
 
 def _drain(folder: Path, options: argparse.Namespace) -> int:
-    from kakeya.cli.lease_run import seconds
+    from kakeya.cli.leases.run import seconds
 
     wait_s = seconds(options.wait)
     if options.off and options.stop:
@@ -147,7 +147,7 @@ def _drain(folder: Path, options: argparse.Namespace) -> int:
 
 
 async def _drained(folder: Path, options: argparse.Namespace, wait_s: float) -> int:
-    from kakeya.cli.lease_run import WaitProgress
+    from kakeya.cli.leases.run import WaitProgress
     from kakeya.memory.leases.desk import open_desk
     from kakeya.memory.leases.rules import named
 
