@@ -29,6 +29,7 @@ from kakeya.engine.model import (
     PromptForward,
     SequenceState,
 )
+from kakeya.fleet.placement.ring import RingSplit
 from kakeya.mlx.batch.batch import BATCH_ROWS, at_once, hand_over, launch_together
 from kakeya.mlx.batch.places import PlaceAssignment
 from kakeya.mlx.batch.prompts import LayeredForward, WholePiece, can_split
@@ -42,7 +43,6 @@ from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.numerics.grid import Grid, exactness, is_row_exact, nominal_grid
 from kakeya.mlx.probe import SpeedProbe
-from kakeya.mlx.ring.share import RingSplit
 from kakeya.mlx.verifier import MlxVerifier
 
 _log = logging.getLogger(__name__)

@@ -1,3 +1,3 @@
-"""The choice of the verifying and the drafting nodes: a pure function of a snapshot, with the
-numbers on which the plan was decided.
+"""The choice of nodes: which verify and draft, which keep a prefix, which form a ring group; pure
+functions of a snapshot, with the numbers on which they were decided.
 """

@@ -18,12 +18,20 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 _RING_NAME_CHARS = 12
 _BACKEND_BY_FILE = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl"}
 """Files with one JSON entry per rank, the same on every rank, and the backend that reads each."""
+
+
+class RingSplit(StrEnum):
+    """How a network lies on the ranks of a group."""
+
+    TENSOR = "tensor"
+    PIPELINE = "pipeline"
 
 
 class RingGroup(Protocol):

@@ -25,13 +25,13 @@ from kakeya.core.log import event
 from kakeya.engine.ring.follower import RingFollower
 from kakeya.engine.ring.leader import RingLeader
 from kakeya.engine.ring.progress import LOAD_STUCK_S
-from kakeya.fleet.placement.ring import RingEnvironment
+from kakeya.fleet.placement.ring import RingEnvironment, RingSplit
 from kakeya.generation.progress import LoadPhase, LoadTeller
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.model import MlxModel
 from kakeya.mlx.ring.follower import FollowerModel
 from kakeya.mlx.ring.leader import RingModel
-from kakeya.mlx.ring.share import RingShare, RingSplit
+from kakeya.mlx.ring.share import RingShare
 
 _log = logging.getLogger(__name__)
 _TOKEN_BYTES = 16

@@ -12,7 +12,6 @@ rank 0 samples, edits logits or knows a grammar.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 import mlx.core as mx
@@ -20,13 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.pipeline import PipelineMixin
 
 from kakeya.core.errors import ConfigError
-
-
-class RingSplit(StrEnum):
-    """How a network lies on the ranks of a group."""
-
-    TENSOR = "tensor"
-    PIPELINE = "pipeline"
+from kakeya.fleet.placement.ring import RingSplit
 
 
 class RingShare:

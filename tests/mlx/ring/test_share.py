@@ -13,9 +13,10 @@ import pytest
 from kakeya.core.errors import ConfigError, InvariantBroken
 from kakeya.decoding.processors.edits import LogitEdit
 from kakeya.decoding.processors.processors import LogitProcessors
+from kakeya.fleet.placement.ring import RingSplit
 from kakeya.generation.request import Sampling
 from kakeya.mlx.loader import load, read_network
-from kakeya.mlx.ring.share import RingShare, RingSplit
+from kakeya.mlx.ring.share import RingShare
 from kakeya.mlx.verifier import MlxVerifier
 from tests.mlx.random_models import QWEN3_MOE, write_model
 
