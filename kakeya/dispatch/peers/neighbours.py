@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 from kakeya.core.clock import Clock
@@ -50,18 +51,23 @@ _SPARED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingPeer:
-    """A live node that offers a model; `network` is the kind of the one that it is called over, ""
-    = not known."""
+class LivePeer:
+    """A live node; `network` is the kind of the one that it is called over, "" = not known."""
 
     node_id: str
     label: str
     life: int
     address: str
-    offered: OfferedModel
     is_suspect: bool
     rtt_s: float = 0.0
     network: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPeer(LivePeer):
+    """A live node that offers a model."""
+
+    offered: OfferedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,26 +103,49 @@ class ServingPeers:
         """The id of this node."""
         return str(self._plane.registry.node_id)
 
+    def live(self) -> tuple[LivePeer, ...]:
+        """The peers that can be called, with models or without, those in doubt last; by node id."""
+        return tuple(sorted((LivePeer(**facts) for _, facts in self._told()), key=_order))
+
     def offering(
         self, model_id: str = "", role: CardRole = CardRole.VERIFIER
     ) -> tuple[ServingPeer, ...]:
-        """The peers with a model in a role, or with any, those in doubt last; by node id. Of
-        BASE:NAME those with the base: which adapters a node has is not on its card."""
-        mono, found = self._clock.mono(), []
-        suspects = self._plane.registry.suspects()
-        for card in self._plane.registry.live_peers(mono=mono):
-            if not card.is_extended or self._unable.get(card.node_id, 0.0) > mono:
-                continue
-            for offered in card.offers(role, model_id or None):
-                address = self._plane.routes.address_for(card)
-                if address and not self._plane.why_not_dial(address):
-                    is_slow = self._slow.get(card.node_id, 0.0) > mono
-                    is_suspect = is_slow or card.node_id in suspects
-                    found.append(_peer(card, offered, address, is_suspect))
+        """The peers with a model in a role, or with any, in the order of `live`. Of BASE:NAME those
+        with the base: which adapters a node has is not on its card."""
+        found = [
+            ServingPeer(offered=offered, **facts)
+            for card, facts in self._told()
+            for offered in card.offers(role, model_id or None)
+        ]
         base = model_id.rpartition(":")[0]
         if not found and base:
             return self.offering(base, role)
-        return tuple(sorted(found, key=lambda peer: (peer.is_suspect, peer.node_id)))
+        return tuple(sorted(found, key=_order))
+
+    def _told(self) -> Iterator[tuple[Card, dict[str, Any]]]:
+        """The card of each peer that can be called, and what a `LivePeer` says of it."""
+        mono, suspects = self._clock.mono(), self._plane.registry.suspects()
+        for card in self._plane.registry.live_peers(mono=mono):
+            if not card.is_extended or self._unable.get(card.node_id, 0.0) > mono:
+                continue
+            address = self._plane.routes.address_for(card)
+            if not address or self._plane.why_not_dial(address):
+                continue
+            way = next((one for one in card.endpoints if one.address == address), None)
+            named = "" if way is None else way.network
+            is_slow = self._slow.get(card.node_id, 0.0) > mono
+            yield (
+                card,
+                {
+                    "node_id": card.node_id,
+                    "label": card.label or card.node_id,
+                    "life": card.life,
+                    "address": address,
+                    "is_suspect": is_slow or card.node_id in suspects,
+                    "rtt_s": 0.0 if way is None else way.rtt_ms / 1000,
+                    "network": LOOPBACK if is_local(address) else named,
+                },
+            )
 
     def is_live(self, node_id: str) -> bool:
         """Whether a node is there, as far as this one knows."""
@@ -124,7 +153,7 @@ class ServingPeers:
         is_known = registry.get(NodeId(node_id), mono=self._clock.mono()) is not None
         return is_known and node_id not in registry.suspects()
 
-    def calls(self, peer: ServingPeer) -> PeerCalls:
+    def calls(self, peer: LivePeer) -> PeerCalls:
         """The calls of a peer."""
         return PeerCalls(self._plane.channels.get(peer.address, peer.node_id), peer.label)
 
@@ -209,7 +238,7 @@ class ServingPeers:
             task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
 
-    def failed(self, peer: ServingPeer, failure: KakeyaError) -> None:
+    def failed(self, peer: LivePeer, failure: KakeyaError) -> None:
         """Note the failure of a call: a node that does not answer comes in doubt."""
         if is_answer(failure):
             return
@@ -287,16 +316,5 @@ class ServingPeers:
         return told
 
 
-def _peer(card: Card, offered: OfferedModel, address: str, is_suspect: bool) -> ServingPeer:
-    way = next((one for one in card.endpoints if one.address == address), None)
-    named = "" if way is None else way.network
-    return ServingPeer(
-        node_id=card.node_id,
-        label=card.label or card.node_id,
-        life=card.life,
-        address=address,
-        offered=offered,
-        is_suspect=is_suspect,
-        rtt_s=0.0 if way is None else way.rtt_ms / 1000,
-        network=LOOPBACK if is_local(address) else named,
-    )
+def _order(peer: LivePeer) -> tuple[bool, str]:
+    return peer.is_suspect, peer.node_id

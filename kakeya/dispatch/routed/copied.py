@@ -32,7 +32,7 @@ from kakeya.core.errors import (
 from kakeya.core.figures import Figure, counter
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.dispatch.peers.held_answers import KEEP_S, AnswerCopy, HeldAnswers
-from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
+from kakeya.dispatch.peers.neighbours import LivePeer, ServingPeers
 from kakeya.dispatch.peers.quote import AnswerOrigin, QuotedModel, origin_of
 from kakeya.dispatch.peers.wire import copy_from_wire, copy_to_wire
 from kakeya.dispatch.routed.model import RoutedModel
@@ -55,6 +55,8 @@ _MOST_WHOLE = 6
 _HOLDS_NONE = (NotFound, UnknownMethod, Denied)
 _AGAIN_S = 1.0
 """A node that was just restarted is reached again by then."""
+_SETTLED_S = 5.0
+"""A node that was just started has heard of its peers by then."""
 
 
 class AnswerCopies:
@@ -64,6 +66,7 @@ class AnswerCopies:
         self.peers = peers
         self.held = held
         self.clock = clock
+        self._settled_mono = clock.mono() + _SETTLED_S
         self.resumed = 0
         """Answers that this node went on with."""
         self._unable: set[str] = set()
@@ -81,14 +84,16 @@ class AnswerCopies:
 
     async def find(self, answer_id: str, client: str) -> AnswerCopy:
         """The copy of a client's answer with the most tokens. Raises NotFound, which names the
-        nodes that were asked, and PeerUnavailable while one of them does not answer."""
+        nodes that were asked, and PeerUnavailable while one of them does not answer, or while this
+        node was just started and knows no peer."""
         here = self.held.find(answer_id, client)
         found = [] if here is None else [copy_from_wire(here)]
         told = await self._ask(answer_id, client)
         found += [one for one in told.values() if isinstance(one, AnswerCopy)]
         if not found:
             missing = self._missing(answer_id, told)
-            if all(isinstance(one, _HOLDS_NONE) for one in told.values()):
+            is_settled = bool(told) or self.clock.mono() >= self._settled_mono
+            if is_settled and all(isinstance(one, _HOLDS_NONE) for one in told.values()):
                 raise NotFound(missing)
             raise PeerUnavailable(missing, retry_after_s=_AGAIN_S)
         return max(found, key=lambda copy: (copy.is_complete, _tokens(copy)))
@@ -103,16 +108,17 @@ class AnswerCopies:
         """Whether the node that made an answer last is still there."""
         return self.peers.is_live(copy.node_id)
 
-    def holders(self, answer_id: str) -> Sequence[ServingPeer]:
+    def holders(self, answer_id: str) -> Sequence[LivePeer]:
         """The peers that may hold a copy, in their order for this answer."""
-        nodes = {peer.node_id: peer for peer in self.peers.offering()}
 
-        def order(peer: ServingPeer) -> tuple[bool, bytes]:
+        def order(peer: LivePeer) -> tuple[bool, bytes]:
             return peer.is_suspect, sha256(f"{answer_id} {peer.node_id}".encode()).digest()
 
-        return sorted((nodes[one] for one in nodes.keys() - self._unable), key=order)
+        # A node that was just restarted offers no model yet, and may hold copies before and after.
+        able = (peer for peer in self.peers.live() if peer.node_id not in self._unable)
+        return sorted(able, key=order)
 
-    def failed(self, peer: ServingPeer, failure: KakeyaError) -> None:
+    def failed(self, peer: LivePeer, failure: KakeyaError) -> None:
         """Note the failure of a call. A node of an older build holds no copies, and serves."""
         if isinstance(failure, UnknownMethod | Denied):
             self._unable.add(peer.node_id)
@@ -141,7 +147,7 @@ class AnswerCopies:
     ) -> Mapping[str, AnswerCopy | KakeyaError]:
         """What each peer that may hold a copy says, by its name."""
 
-        async def ask(peer: ServingPeer) -> AnswerCopy | KakeyaError:
+        async def ask(peer: LivePeer) -> AnswerCopy | KakeyaError:
             try:
                 return await self.peers.calls(peer).find_answer(answer_id, client, forget=forget)
             except NotFound as missing:
@@ -178,7 +184,7 @@ class CopiedAnswer:
         self._progress: Progress | None = None
         """What the first token found cached, which the beginning of an answer may tell."""
         self._is_over = False
-        self._holder: ServingPeer | None = None
+        self._holder: LivePeer | None = None
         self._held: int | None = None
         """Frames that the holder has; None = it has nothing."""
         self._whole_left = _MOST_WHOLE
@@ -307,7 +313,7 @@ class CopiedAnswer:
                 return
         await self._is_held_by(None, 0)
 
-    async def _is_held_by(self, peer: ServingPeer | None, before: int) -> bool:
+    async def _is_held_by(self, peer: LivePeer | None, before: int) -> bool:
         """Send the frames behind the first `before` to a peer, None = this node."""
         copy = replace(self._copy, frames=self._frames[before:])
         try:

@@ -133,6 +133,14 @@ async def silent() -> AsyncIterator[str]:
         await server.stop(None)
 
 
+def test_a_node_without_a_model_is_live_and_offers_none(front: Front) -> None:
+    front.hear("plain", is_plain=True)
+    front.hear("started", proposer("drafts"))
+    front.hear("verifies")
+    assert front.offering("") == ["verifies"]
+    assert [peer.node_id for peer in front.peers.live()] == ["started", "verifies"]
+
+
 async def test_adapters_of_all_peers_are_told_and_a_silent_or_older_one_takes_no_part(
     front: Front, minis: dict[str, ServingNode]
 ) -> None:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound
-from kakeya.core.ids import ModelId
 from kakeya.dispatch.peers.held_answers import AnswerCopy, HeldAnswers
-from kakeya.dispatch.peers.neighbours import ServingPeer
+from kakeya.dispatch.peers.neighbours import LivePeer
 from kakeya.dispatch.peers.wire import copy_from_wire, copy_to_wire
 from kakeya.dispatch.routed.copied import AnswerCopies
-from kakeya.fleet.cards.cards import CardRole, OfferedModel
 from tests.fakes import FakeClock
 
 
@@ -55,24 +53,23 @@ class CopyPeers:
     def is_live(self, node_id: str) -> bool:
         return node_id not in self.fleet.lost
 
-    def offering(self) -> Sequence[ServingPeer]:
+    def live(self) -> Sequence[LivePeer]:
         return [
-            ServingPeer(
+            LivePeer(
                 node_id=name,
                 label=name,
                 life=1,
                 address=name,
-                offered=OfferedModel(ModelId("toy"), CardRole.VERIFIER),
                 is_suspect=False,
             )
             for name in self.fleet.held
             if name != self.own
         ]
 
-    def calls(self, peer: ServingPeer) -> _Calls:
+    def calls(self, peer: LivePeer) -> _Calls:
         return _Calls(self.fleet, peer.node_id)
 
-    def failed(self, peer: ServingPeer, failure: KakeyaError) -> None:
+    def failed(self, peer: LivePeer, failure: KakeyaError) -> None:
         self.failures.append(peer.node_id)
 
 
