@@ -55,8 +55,6 @@ _MOST_WHOLE = 6
 _HOLDS_NONE = (NotFound, UnknownMethod, Denied)
 _AGAIN_S = 1.0
 """A node that was just restarted is reached again by then."""
-_SETTLED_S = 5.0
-"""A node that was just started has heard of its peers by then."""
 
 
 class AnswerCopies:
@@ -66,7 +64,6 @@ class AnswerCopies:
         self.peers = peers
         self.held = held
         self.clock = clock
-        self._settled_mono = clock.mono() + _SETTLED_S
         self.resumed = 0
         """Answers that this node went on with."""
         self._unable: set[str] = set()
@@ -84,16 +81,14 @@ class AnswerCopies:
 
     async def find(self, answer_id: str, client: str) -> AnswerCopy:
         """The copy of a client's answer with the most tokens. Raises NotFound, which names the
-        nodes that were asked, and PeerUnavailable while one of them does not answer, or while this
-        node was just started and knows no peer."""
+        nodes that were asked, and PeerUnavailable while one of them does not answer."""
         here = self.held.find(answer_id, client)
         found = [] if here is None else [copy_from_wire(here)]
         told = await self._ask(answer_id, client)
         found += [one for one in told.values() if isinstance(one, AnswerCopy)]
         if not found:
             missing = self._missing(answer_id, told)
-            is_settled = bool(told) or self.clock.mono() >= self._settled_mono
-            if is_settled and all(isinstance(one, _HOLDS_NONE) for one in told.values()):
+            if all(isinstance(one, _HOLDS_NONE) for one in told.values()):
                 raise NotFound(missing)
             raise PeerUnavailable(missing, retry_after_s=_AGAIN_S)
         return max(found, key=lambda copy: (copy.is_complete, _tokens(copy)))

@@ -153,16 +153,6 @@ async def test_a_lost_holder_is_replaced_by_another_with_the_whole_copy() -> Non
     assert count(copy.frames) == got
 
 
-async def test_a_node_that_was_just_started_hears_of_its_peers_before_it_says_no() -> None:
-    fleet = CopyFleet("front")
-    copies = fleet.at("front")
-    with pytest.raises(PeerUnavailable, match="no peer that holds copies is known"):
-        await copies.find("resp_1", "")
-    fleet.clock.advance(5)
-    with pytest.raises(NotFound, match="no peer that holds copies is known"):
-        await copies.find("resp_1", "")
-
-
 async def test_an_answer_may_be_found_yet_while_a_node_that_may_hold_it_does_not_answer() -> None:
     fleet = CopyFleet("front", "left", "right")
     fleet.fails["left"] = PeerUnavailable("it starts")
