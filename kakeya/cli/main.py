@@ -1,10 +1,10 @@
 """The command line beside the daemon: status, plan, generate, explain, demo, doctor, and others.
 
-Each command finds the node that runs in the data directory. Status, plan, generate, explain, config
-and jobs also take `--node HOST:PORT` or `--node https://HOST:PORT`, the address of a node's HTTP
-interface, and send the API key in KAKEYA_API_KEY, if there is one; the others act as the owner of a
-node, on its own machine. Exit status: 0 done, 1 the node refused or does not run, 2 the command
-line is wrong.
+Each command finds the node that runs in the data directory. Status, plan, generate, explain,
+config, ring and jobs also take `--node HOST:PORT` or `--node https://HOST:PORT`, the address of a
+node's HTTP interface, and send the API key in KAKEYA_API_KEY, if there is one; the others act as
+the owner of a node, on its own machine. Exit status: 0 done, 1 the node refused or does not run,
+2 the command line is wrong.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kakeya.cli import config as config_cli
 from kakeya.cli import fleet as fleet_cli
 from kakeya.cli import jobs as job_cli
 from kakeya.cli import keys as key_cli
+from kakeya.cli import ring as ring_cli
 from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.leases import commands as lease_cli
@@ -84,6 +85,8 @@ def _run(options: argparse.Namespace) -> int:
             return _explain(node, options.request_id, as_json=options.json)
         case "config":
             return config_cli.run(node, options.action, as_json=options.json)
+        case "ring":
+            return ring_cli.run(node, options)
         case "jobs":
             return job_cli.run(node, options.action, options.job_id, as_json=options.json)
         case _:
@@ -128,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     lease_cli.add_parsers(commands)
     key_cli.add_parsers(commands)
     connect_cli.add_parsers(commands)
+    ring_cli.add_parsers(commands)
     doctor = commands.add_parser(
         "doctor",
         help=DOCTOR,

@@ -27,6 +27,7 @@
     GET  /api/v1/capabilities; POST .../{name}
     GET  /api/v1/jobs, /api/v1/jobs/{id}, and others: see `jobs`
     GET  /api/v1/requests/{id}           what of a recent request's prompt was cached, and why
+    GET  /api/v1/ring/plan               the ring group that a model would have now
 
 Parsing is in `openai`, `anthropic` and `ollama`, running in `generation`, admission and errors in
 `edge`.
@@ -53,6 +54,7 @@ from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.clients import Clients
 from kakeya.dispatch.jobs import JobQueue
 from kakeya.dispatch.model_names import ModelNames, RelayDirectory
+from kakeya.dispatch.peers.ring_survey import RingSurvey
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.gateway.anthropic.count import CountRoute
@@ -68,7 +70,6 @@ from kakeya.gateway.http.callers import CallerCheck
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.edge import Edge, refuse_route
 from kakeya.gateway.jobs import job_routes
-from kakeya.gateway.live_config import ConfigRoute
 from kakeya.gateway.ollama.routes import ollama_routes
 from kakeya.gateway.openai.embeddings import EMBEDDING, EmbeddingRoute
 from kakeya.gateway.openai.image_store import ImageStore
@@ -88,6 +89,8 @@ from kakeya.gateway.openai.responses.reply import ResponseReply
 from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, parse_response
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openapi import BodyRoute, document_route
+from kakeya.gateway.owner.live_config import ConfigRoute
+from kakeya.gateway.owner.ring_plan import RingPlanRoute
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
 from kakeya.gateway.preparation import Preparation
 from kakeya.gateway.resumable.address import AnswerAddress, ResumableRoute
@@ -124,6 +127,7 @@ def build_app(
     relays: Relays | None = None,
     routed: RelayDirectory | None = None,
     capabilities: Capabilities | None = None,
+    ring: RingSurvey | None = None,
 ) -> Starlette:
     """Build the application.
 
@@ -139,7 +143,8 @@ def build_app(
     stand for one of several models; None = there are none. `relays` are backends that answer whole
     requests in the place of an engine, None = there are none; `routed` finds those of peers too,
     None = there are only the own ones. `jobs` get the kinds of work that go on in the background,
-    and are started later; `capabilities` None = there are none.
+    and are started later; `capabilities` None = there are none. `ring` None = no ring group is
+    planned.
     """
     metrics = HttpMetrics(
         figures,
@@ -200,6 +205,7 @@ def build_app(
         *job_routes(jobs, capabilities, generations),
         *ModelRoutes(directory, generations, created_at=int(clock.wall())).routes(),
         *gateway.routes(),
+        *([RingPlanRoute(ring).route()] if ring else ()),
     ]
     app = Starlette(
         routes=[*routes, document_route(routes, takes_more=limits.unknown == "warn")],

@@ -208,6 +208,7 @@ class Agent:
             wait_s=self._config.chosen.wait_s,
             resume_bytes=self._config.listen.http_resume_bytes,
             warm_nodes=self._config.precache.warm_nodes,
+            share=self._memory.share,
             dispatch=self._memory.dispatch,
             on_drain=self._changed.set,
             port=DrainedHttp(self._home, self._http_socket, lambda: self._http),
@@ -351,6 +352,7 @@ class Agent:
             routed=self._services.relays,
             jobs=self._jobs,
             capabilities=Capabilities(self._memory, self._jobs),
+            ring=self._services.ring,
         )
         return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 

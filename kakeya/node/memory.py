@@ -33,6 +33,7 @@ from kakeya.backends.model_life import DRAFT, EMBED, TEXT
 from kakeya.backends.model_sizes import ModelSizes
 from kakeya.backends.preloads import Preloads
 from kakeya.backends.resident import ResidentModel
+from kakeya.backends.ring.own_share import OwnShare
 from kakeya.backends.sizes import check_named, check_pinned, node_budget
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError
@@ -138,6 +139,8 @@ class NodeMemory:
             patience_s=setup.wait_s,
             llama_server=setup.llama_server,
         )
+        verifiers = self.engines.of_role(ModelRole.VERIFIER)
+        self.share = OwnShare(self.arbiter.status, verifiers, self.engines.sources)
         self.dispatched = DispatchedPressure(mono=clock.mono)
         self.plugins: tuple[PluginReport, ...] = ()
         self.dispatch = dispatcher(self.dispatched, self.arbiter)

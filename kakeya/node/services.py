@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 from kakeya.adapters.service import AdapterService
 from kakeya.backends.relay.relays import Relays
 from kakeya.backends.resident import ResidentModel
+from kakeya.backends.ring.own_share import OwnShare
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict
 from kakeya.core.ids import NGRAM
@@ -26,6 +27,7 @@ from kakeya.dispatch.drain import NodeDrain
 from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.relay_service import RelayService
+from kakeya.dispatch.peers.ring_survey import RingSurvey
 from kakeya.dispatch.peers.service import ServingService
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.dispatch.routed.copied import AnswerCopies
@@ -84,6 +86,7 @@ class Services:
         wait_s: float,
         resume_bytes: int,
         warm_nodes: int,
+        share: OwnShare,
         dispatch: Callable[[str, int | None], str],
         on_drain: Callable[[], None],
         port: DrainedHttp,
@@ -127,6 +130,7 @@ class Services:
             clock=clock,
         )
         self.copies = AnswerCopies(self.serving_peers, held, clock)
+        self.ring = RingSurvey(plane, share, clock, health.reason)
         self._serving = ServingService(
             models,
             self.drafts,
@@ -136,6 +140,7 @@ class Services:
             precache.for_peers,
             held,
             kv_rates=self.serving_peers.kv_rates,
+            share=self.ring.describe,
         )
         self.mover = SessionMover(
             store,

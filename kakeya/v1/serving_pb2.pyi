@@ -22,6 +22,163 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DescribeShareRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    """The model, as this node's configuration names it; "" = none is asked for."""
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Nodes to which the links are measured, from here."""
+
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "node_ids", b"node_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeShareRequest: _TypeAlias = DescribeShareRequest  # noqa: Y015
+
+@_typing.final
+class DescribeShareResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEND_BYTES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PRODUCTS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SPEED_FROM_FIELD_NUMBER: _builtins.int
+    HAS_THUNDERBOLT5_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    lend_bytes: _builtins.int
+    weights_per_second: _builtins.float
+    """Bytes of weights that decoding reads, and weights times tokens that prefill multiplies."""
+    products_per_second: _builtins.float
+    speed_from: _builtins.str
+    """"measured", "chip" = by its name, "assumed"."""
+    has_thunderbolt5: _builtins.bool
+    @_builtins.property
+    def weights(self) -> Global___RingWeightFacts:
+        """Of the model; not set where it is not here."""
+
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredLink]: ...
+    def __init__(
+        self,
+        *,
+        lend_bytes: _builtins.int = ...,
+        weights_per_second: _builtins.float = ...,
+        products_per_second: _builtins.float = ...,
+        speed_from: _builtins.str = ...,
+        has_thunderbolt5: _builtins.bool = ...,
+        weights: Global___RingWeightFacts | None = ...,
+        links: _abc.Iterable[Global___MeasuredLink] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_thunderbolt5", b"has_thunderbolt5", "lend_bytes", b"lend_bytes", "links", b"links", "products_per_second", b"products_per_second", "speed_from", b"speed_from", "weights", b"weights", "weights_per_second", b"weights_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeShareResponse: _TypeAlias = DescribeShareResponse  # noqa: Y015
+
+@_typing.final
+class RingWeightFacts(_message.Message):
+    """The sizes of a model in memory, in bytes unless said; see RingWeights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    LAYER_BYTES_FIELD_NUMBER: _builtins.int
+    SHARED_BYTES_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    HEAD_BYTES_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    KV_HEADS_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    VALUE_BYTES_FIELD_NUMBER: _builtins.int
+    HAS_TENSOR_FIELD_NUMBER: _builtins.int
+    HAS_PIPELINE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """The model_type of its config."""
+    layers: _builtins.int
+    layer_bytes: _builtins.int
+    shared_bytes: _builtins.int
+    read_bytes: _builtins.int
+    head_bytes: _builtins.int
+    products: _builtins.int
+    """Weights that a token is multiplied by."""
+    heads: _builtins.int
+    kv_heads: _builtins.int
+    hidden_size: _builtins.int
+    value_bytes: _builtins.int
+    has_tensor: _builtins.bool
+    has_pipeline: _builtins.bool
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        layers: _builtins.int = ...,
+        layer_bytes: _builtins.int = ...,
+        shared_bytes: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
+        head_bytes: _builtins.int = ...,
+        products: _builtins.int = ...,
+        heads: _builtins.int = ...,
+        kv_heads: _builtins.int = ...,
+        hidden_size: _builtins.int = ...,
+        value_bytes: _builtins.int = ...,
+        has_tensor: _builtins.bool = ...,
+        has_pipeline: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_pipeline", b"has_pipeline", "has_tensor", b"has_tensor", "head_bytes", b"head_bytes", "heads", b"heads", "hidden_size", b"hidden_size", "kind", b"kind", "kv_heads", b"kv_heads", "layer_bytes", b"layer_bytes", "layers", b"layers", "products", b"products", "read_bytes", b"read_bytes", "shared_bytes", b"shared_bytes", "value_bytes", b"value_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingWeightFacts: _TypeAlias = RingWeightFacts  # noqa: Y015
+
+@_typing.final
+class MeasuredLink(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NETWORK_FIELD_NUMBER: _builtins.int
+    RTT_SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    network: _builtins.str
+    """"thunderbolt", "lan", "tailscale", "public", "loopback"."""
+    rtt_seconds: _builtins.float
+    bytes_per_second: _builtins.float
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        network: _builtins.str = ...,
+        rtt_seconds: _builtins.float = ...,
+        bytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "network", b"network", "node_id", b"node_id", "rtt_seconds", b"rtt_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasuredLink: _TypeAlias = MeasuredLink  # noqa: Y015
+
+@_typing.final
 class DescribeModelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

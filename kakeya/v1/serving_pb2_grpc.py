@@ -89,6 +89,11 @@ class ServingServiceStub:
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.FindAnswerRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_serving__pb2.FindAnswerResponse.FromString,
                 _registered_method=True)
+        self.DescribeShare = channel.unary_unary(
+                '/kakeya.v1.ServingService/DescribeShare',
+                request_serializer=kakeya_dot_v1_dot_serving__pb2.DescribeShareRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_serving__pb2.DescribeShareResponse.FromString,
+                _registered_method=True)
 
 
 class ServingServiceServicer:
@@ -175,6 +180,13 @@ class ServingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeShare(self, request, context):
+        """What this node can give to a ring group at this moment. Nothing is loaded or reserved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -232,6 +244,11 @@ def add_ServingServiceServicer_to_server(servicer, server):
                     servicer.FindAnswer,
                     request_deserializer=kakeya_dot_v1_dot_serving__pb2.FindAnswerRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_serving__pb2.FindAnswerResponse.SerializeToString,
+            ),
+            'DescribeShare': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeShare,
+                    request_deserializer=kakeya_dot_v1_dot_serving__pb2.DescribeShareRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_serving__pb2.DescribeShareResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -531,6 +548,33 @@ class ServingService:
             '/kakeya.v1.ServingService/FindAnswer',
             kakeya_dot_v1_dot_serving__pb2.FindAnswerRequest.SerializeToString,
             kakeya_dot_v1_dot_serving__pb2.FindAnswerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeShare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.ServingService/DescribeShare',
+            kakeya_dot_v1_dot_serving__pb2.DescribeShareRequest.SerializeToString,
+            kakeya_dot_v1_dot_serving__pb2.DescribeShareResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,8 @@ class ServingServiceStub:
     """
     FindAnswer: _grpc.UnaryUnaryMultiCallable[_serving_pb2.FindAnswerRequest, _serving_pb2.FindAnswerResponse]
     """The copy of an answer that is held here, or NOT_FOUND."""
+    DescribeShare: _grpc.UnaryUnaryMultiCallable[_serving_pb2.DescribeShareRequest, _serving_pb2.DescribeShareResponse]
+    """What this node can give to a ring group at this moment. Nothing is loaded or reserved."""
 
 @_typing.type_check_only
 class ServingServiceAsyncStub(ServingServiceStub):
@@ -95,6 +97,8 @@ class ServingServiceAsyncStub(ServingServiceStub):
     """
     FindAnswer: _aio.UnaryUnaryMultiCallable[_serving_pb2.FindAnswerRequest, _serving_pb2.FindAnswerResponse]  # type: ignore[assignment]
     """The copy of an answer that is held here, or NOT_FOUND."""
+    DescribeShare: _aio.UnaryUnaryMultiCallable[_serving_pb2.DescribeShareRequest, _serving_pb2.DescribeShareResponse]  # type: ignore[assignment]
+    """What this node can give to a ring group at this moment. Nothing is loaded or reserved."""
 
 class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -191,5 +195,13 @@ class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.FindAnswerResponse, _abc.Awaitable[_serving_pb2.FindAnswerResponse]]:
         """The copy of an answer that is held here, or NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def DescribeShare(
+        self,
+        request: _serving_pb2.DescribeShareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_serving_pb2.DescribeShareResponse, _abc.Awaitable[_serving_pb2.DescribeShareResponse]]:
+        """What this node can give to a ring group at this moment. Nothing is loaded or reserved."""
 
 def add_ServingServiceServicer_to_server(servicer: ServingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

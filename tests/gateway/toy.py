@@ -26,6 +26,7 @@ from kakeya.core.errors import InvalidArgument, NotFound, PeerUnavailable
 from kakeya.core.tasks import Supervisor
 from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.jobs import JobQueue
+from kakeya.dispatch.peers.ring_survey import RingSurvey
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.gateway.app import build_app
@@ -383,6 +384,7 @@ async def serving(
     relays: Relays | None = None,
     jobs: JobQueue | None = None,
     capabilities: Capabilities | None = None,
+    ring: RingSurvey | None = None,
     seed: int = 1,
 ) -> AsyncIterator[Served]:
     jobs = jobs or no_jobs()
@@ -405,6 +407,7 @@ async def serving(
         relays=relays,
         jobs=jobs,
         capabilities=capabilities,
+        ring=ring,
     )
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]

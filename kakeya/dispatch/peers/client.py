@@ -244,6 +244,15 @@ class PeerCalls:
             reply = await self._stub.FindAnswer(request, timeout=_SHORT_S)
         return copy_from_wire(reply.copy)
 
+    async def describe_share(
+        self, model_id: str, node_ids: Sequence[str], timeout_s: float
+    ) -> pb.DescribeShareResponse:
+        """What the peer can give to a ring group, with its links to these nodes. Raises the peer's
+        errors."""
+        request = pb.DescribeShareRequest(model_id=model_id, node_ids=node_ids)
+        with calling(self._name):
+            return await self._stub.DescribeShare(request, timeout=timeout_s)
+
 
 def _keeping(raw: int) -> Keeping:
     return Keeping(raw) if raw in set(Keeping) else Keeping.NOTHING

@@ -6,7 +6,7 @@ never goes on to a third node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -63,9 +63,13 @@ class ServingService(ServingServiceServicer):
         held: HeldAnswers,
         *,
         kv_rates: Callable[[str], Mapping[str, float] | None] = lambda model_id: None,
+        share: Callable[[pb.DescribeShareRequest], Awaitable[pb.DescribeShareResponse]]
+        | None = None,
     ) -> None:
-        """`kv_rates` are those of quotes for a model."""
+        """`kv_rates` are those of quotes for a model; `share` tells what this node gives to ring
+        groups, None = nothing."""
         self._kv_rates = kv_rates
+        self._share = share
         self._precache = precache
         self._for_peers = for_peers
         self._held = held
@@ -255,6 +259,17 @@ class ServingService(ServingServiceServicer):
             if request.forget:
                 self._held.forget(request.answer_id, request.client)
             return pb.FindAnswerResponse(copy=found)
+        raise AssertionError("abort returned")
+
+    async def DescribeShare(
+        self, request: pb.DescribeShareRequest, context: Context
+    ) -> pb.DescribeShareResponse:
+        """Tell what this node can give to a ring group."""
+        async with errors_end(context):
+            self._refuse_new()
+            if self._share is None:
+                raise Refused("this node gives nothing to ring groups")
+            return await self._share(request)
         raise AssertionError("abort returned")
 
     def _refuse_new(self) -> None:

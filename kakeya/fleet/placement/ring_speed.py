@@ -39,6 +39,8 @@ class RingNode:
     lend_bytes: int
     weights_per_s: float
     products_per_s: float
+    speed_from: str = "measured"
+    """"measured", "chip" = by its name, "assumed"."""
     has_thunderbolt5: bool = False
     refusal: str = ""
 

@@ -112,7 +112,7 @@ def estimate_model(
     headers = read_headers(folder)
     config = text_config(headers.config)
     layers = () if encodes else kv_layers(config, headers.tensors)
-    number_bytes = 4 if widens else _number_bytes(headers.tensors)
+    number_bytes = 4 if widens else kv_number_bytes(headers.tensors)
     if headers.problems:
         weights, source = int(headers.file_bytes * FILES_FACTOR), _FILES
         if widens:
@@ -189,14 +189,18 @@ _FILES: Source = "files"
 
 
 def _loaded_bytes(headers: Headers, config: Mapping[str, Any], widens: bool) -> int:
-    """The bytes of the tensors in memory: packed ones stay packed, 8-bit floats become 16-bit
-    ones, and dense ones 32-bit ones where the backend widens."""
+    return sum(loaded_tensors(headers, config, widens=widens).values())
+
+
+def loaded_tensors(headers: Headers, config: Mapping[str, Any], *, widens: bool) -> dict[str, int]:
+    """The bytes of each tensor in memory: packed ones stay packed, 8-bit floats become 16-bit
+    ones, and dense ones 32-bit ones where the backend widens. `config` is the language model's."""
     packed = {n.rpartition(".")[0] for n in headers.tensors if n.endswith((".scales", "_scales"))}
-    return sum(
-        _tensor_bytes(tensor, widens and name.rpartition(".")[0] not in packed)
+    return {
+        name: _tensor_bytes(tensor, widens and name.rpartition(".")[0] not in packed)
         for name, tensor in headers.tensors.items()
         if is_loaded(name, config)
-    )
+    }
 
 
 def _tensor_bytes(tensor: ArrayEntry, widens: bool) -> int:
@@ -207,7 +211,7 @@ def _tensor_bytes(tensor: ArrayEntry, widens: bool) -> int:
     return max(tensor.nbytes, tensor.count * 2)
 
 
-def _number_bytes(tensors: Mapping[str, ArrayEntry]) -> int:
+def kv_number_bytes(tensors: Mapping[str, ArrayEntry]) -> int:
     """Bytes of one number in keys and values: that of most weights, or of the norms where those
     are wider, since they decide the type of their layers' output."""
     by_dtype: dict[str, int] = {}

@@ -80,6 +80,12 @@ def is_loaded(name: str, config: Mapping[str, Any]) -> bool:
     return not (layer and layers and int(layer[1]) >= layers)
 
 
+def layer_of(name: str) -> int | None:
+    """The layer of a tensor, from 0; None = it is of none."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
 def kv_layers(config: Mapping[str, Any], tensors: Mapping[str, ArrayEntry]) -> tuple[KvLayer, ...]:
     """The layers that keep keys and values, and the numbers of each per token."""
     config = text_config(config)

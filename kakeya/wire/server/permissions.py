@@ -69,6 +69,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "EmbedTexts": _MEMBERS,
         "HoldAnswer": _COPIES,
         "FindAnswer": _COPIES,
+        "DescribeShare": _MEMBERS,
     },
     "kakeya.v1.SessionMoveService": {
         "GiveSession": _COPIES,

@@ -31,6 +31,7 @@ from kakeya.prefix.seam import (
     WarmReport,
 )
 from kakeya.prefix.warm.for_peers import PeerPrefix
+from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import add_ServingServiceServicer_to_server
 from tests.fakes import FakeClock
 from tests.sessions.toy import EOS, VOCAB, HashServedModel, ToyRouter
@@ -205,10 +206,17 @@ class ServingNode:
             self.precache,
             self.for_peers,  # type: ignore[arg-type]
             self.held,
+            share=self.share,
         )
+        self.asked_for_share = pb.DescribeShareRequest()
+        self.shared = pb.DescribeShareResponse()
         self.server = grpc.aio.server()
         self.address = ""
         self._channel: grpc.aio.Channel | None = None
+
+    async def share(self, request: pb.DescribeShareRequest) -> pb.DescribeShareResponse:
+        self.asked_for_share = request
+        return self.shared
 
     @property
     def channel(self) -> grpc.aio.Channel:
