@@ -278,6 +278,11 @@ class Engines:
             if model.facts is not None and model.can_serve
         )
 
+    def loaded(self) -> tuple[str, ...]:
+        """List the models that are in memory."""
+        ready = ModelState.READY
+        return tuple(name for name, model in self._models.items() if model.state is ready)
+
     def unloaded(self) -> tuple[tuple[ModelRole, str], ...]:
         """List the models that were never loaded, and that a request would bring to memory now."""
         return tuple(

@@ -26,6 +26,7 @@ from kakeya.cli import config as config_cli
 from kakeya.cli import fleet as fleet_cli
 from kakeya.cli import jobs as job_cli
 from kakeya.cli import keys as key_cli
+from kakeya.cli import models as model_cli
 from kakeya.cli import ring as ring_cli
 from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
@@ -71,7 +72,14 @@ def _run(options: argparse.Namespace) -> int:
         return doctor.run(options, folder)
     if options.command == "lease":
         return lease_cli.run(options)
-    for run in (fleet_cli.run, adapter_cli.run, cache_cli.run, key_cli.run, connect_cli.run):
+    for run in (
+        fleet_cli.run,
+        adapter_cli.run,
+        model_cli.run,
+        cache_cli.run,
+        key_cli.run,
+        connect_cli.run,
+    ):
         status = run(options)
         if status is not None:
             return status
@@ -127,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
     fleet_cli.add_parsers(commands)
     adapter_cli.add_parsers(commands)
+    model_cli.add_parsers(commands)
     cache_cli.add_parsers(commands)
     lease_cli.add_parsers(commands)
     key_cli.add_parsers(commands)

@@ -46,11 +46,12 @@ from kakeya.fleet.config import FleetConfig
 from kakeya.gateway.config import HttpConfig
 from kakeya.generation.config import ModelsConfig, ModelTable
 from kakeya.generation.manifest import LIVE, NO_MANIFEST, Manifest
-from kakeya.generation.spec import ModelRole, ModelSpec
+from kakeya.generation.spec import ModelRole, ModelSpec, where_pulled
 from kakeya.memory.config import MemoryConfig
 from kakeya.prefix.config import KEEP_ALIVE_LEAST_S, SWEEP_LEAST_S, PrecacheConfig
 from kakeya.sessions.config import SessionConfig
 from kakeya.text.template import check_template
+from kakeya.weights.config import WeightsConfig
 from kakeya.wire.server.config import ListenConfig
 
 _OTHER_VARIABLES = frozenset(
@@ -110,6 +111,7 @@ class NodeConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     precache: PrecacheConfig = field(default_factory=PrecacheConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     models: tuple[ModelSpec, ...] = ()
     config_file: Path | None = None
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
@@ -202,7 +204,9 @@ def _stale(name: str, started: Manifest, said: Manifest) -> Iterator[str]:
 
 
 def _models(config: NodeConfig, sources: Sources) -> tuple[ModelSpec, ...]:
-    models = config.chosen.specs(read_tables(ModelTable, "models", sources))
+    pulled = config.weights.models_folder(config.data_dir)
+    specs = config.chosen.specs(read_tables(ModelTable, "models", sources))
+    models = tuple(where_pulled(one, pulled) for one in specs)
     memory, stated = config.memory, dict(config.memory.stated_bytes)
     for one in models:
         said, where = one.manifest, f"{sources.file_name}: models.{one.model_id}"

@@ -6,6 +6,7 @@ Face id.
     .../models--org--name/snapshots/COMMIT      org/name: a folder of Hugging Face's cache
     any other folder, or a link to one          its own name
     NAME.gguf                                   NAME
+    a model that `kakeya models pull` brought   the name by which it was pulled
 
 Only names and folders are looked at here; weights belong to engine children.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -32,6 +33,7 @@ PIPELINE_FILE = "model_index.json"
 """Of a folder that holds a diffusers pipeline, which draws images."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z", re.ASCII)
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\Z", re.ASCII)
+_NAME_THERE = re.compile(r"[^/~.\\][^/\\]*(?:/[^/\\]+)*\Z")
 _CACHED = re.compile(r"models--([\w.-]+)\Z", re.ASCII)
 
 
@@ -98,6 +100,18 @@ def named_model(name: str, source: str, role: ModelRole) -> ModelSpec:
     return _spec(name, source, role)
 
 
+def where_pulled(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """The spec with the path of a model in the folder of pulled ones, if its source is the name of
+    one there, and of nothing else here."""
+    names_it = _NAME_THERE.match(spec.source) and ".." not in spec.source.split("/")
+    if spec.source in EMBEDDED or not names_it or Path(spec.source).expanduser().exists():
+        return spec
+    path = folder / spec.source
+    if not path.exists():
+        return spec
+    return replace(_spec(spec.model_id, str(path), spec.role), manifest=spec.manifest)
+
+
 def resolve(spec: ModelSpec) -> str:
     """Return the folder, the GGUF file, or the Hugging Face id, that an engine loads; of a folder
     with a GGUF file, that file. Raises ConfigError."""
@@ -114,7 +128,8 @@ def resolve(spec: ModelSpec) -> str:
     hint = f"did you mean {close[0]}? " if close else ""
     raise ConfigError(
         f"model {spec.source!r} is not known: {hint}give {', '.join(EMBEDDED)}, "
-        f"an existing folder, a file *{GGUF}, or a Hugging Face id such as org/name"
+        f"an existing folder, a file *{GGUF}, a model that was pulled (`kakeya models list`), or a "
+        "Hugging Face id such as org/name"
     )
 
 

@@ -16,6 +16,7 @@ import os
 import random
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from socket import socket
 from typing import Self
 
@@ -45,6 +46,7 @@ from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.server import HttpServer, serve_http
 from kakeya.generation.frames import Usage
 from kakeya.generation.spec import ModelRole
+from kakeya.memory.estimate.size_file import hub_folder
 from kakeya.node.card import NodeFacts, make_offer
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import LIVE, DataDir, RunInfo
@@ -60,6 +62,7 @@ from kakeya.node.startup import become_member, begin, tell_command_line, to_reme
 from kakeya.node.state_writer import StateWriter
 from kakeya.node.warm import node_precache
 from kakeya.prefix.peers.peers import read_fleet_key
+from kakeya.weights.weights import NodeWeights
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.server.listeners import Listeners
 from kakeya.wire.server.ports import listen
@@ -172,6 +175,17 @@ class Agent:
                 rng=self._rng,
             )
         )
+        self._weights = NodeWeights(
+            self._config.weights,
+            self._plane,
+            data_dir=self._folder,
+            hub=hub_folder(os.environ, Path.home()),
+            configured=lambda: {**self._engines.sources, **self._memory.images.sources},
+            loaded=self._engines.loaded,
+            clock=self._clock,
+        )
+        stack.push_async_callback(self._weights.aclose)
+        self._engines.follow(lambda model: self._weights.used(model.model_id))
         verifiers = self._engines.of_role(ModelRole.VERIFIER)
         for model in verifiers:
             model.on_usage = self._suspect_failed_drafters
@@ -204,6 +218,7 @@ class Agent:
             self._config.sessions,
             self._pages,
             self._precache,
+            self._weights,
             data_dir=self._folder,
             wait_s=self._config.chosen.wait_s,
             resume_bytes=self._config.listen.http_resume_bytes,
@@ -230,6 +245,7 @@ class Agent:
         self._http = await stack.enter_async_context(self._serve_http())
         self._jobs.start(self._tasks)
         self._services.start(self._tasks, self._changed.set)
+        self._weights.start(self._tasks)
         self._https.start(self._tasks)
         self._tasks.start("listeners", self._listeners.watch)
         self._tasks.start("models", self._follow_changes)
@@ -318,6 +334,7 @@ class Agent:
             precache=self._precache,
             relays=self._relays,
             services=self._services,
+            weights=self._weights,
             jobs=self._jobs,
             listeners=self._listeners,
             health=self._health,

@@ -19,6 +19,7 @@ from kakeya.node.state import NodeState
 from kakeya.node.state_writer import StateWriter
 from kakeya.node.status import NodeView, describe, own_warnings
 from kakeya.prefix.warm.ahead import NodePrecache
+from kakeya.weights.weights import NodeWeights
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.server.listeners import Listeners
 from kakeya.wire.server.watchdog import LoopWatchdog
@@ -37,6 +38,7 @@ class Overview:
     precache: NodePrecache
     relays: Relays
     services: Services
+    weights: NodeWeights
     jobs: JobQueue
     listeners: Listeners
     health: NodeHealth
@@ -50,6 +52,7 @@ class Overview:
         told: Json = {"clients": clients.status(), "requests": clients.waiting()}
         told["images"] = [one.status() for one in self.memory.images.by_id.values()]
         told |= {"jobs": self.jobs.status(), "backends": self.relays.status()}
+        told["weights"] = self.weights.status()
         told["routes"] = self.services.routes.status() | {"for_peers": self.services.served}
         return describe(self._view()) | told
 
@@ -98,6 +101,7 @@ class Overview:
         yield from self.services.peers.figures()
         yield from self.precache.figures()
         yield from self.jobs.figures()
+        yield from self.weights.figures()
         yield from self.services.routes.figures()
         yield from self.services.copies.figures()
         yield from self.services.declared_copies.figures()

@@ -61,6 +61,7 @@ from kakeya.v1.relay_pb2_grpc import add_RelayServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.v1.serving_pb2_grpc import add_ServingServiceServicer_to_server
 from kakeya.v1.sessions_pb2_grpc import add_SessionMoveServiceServicer_to_server
+from kakeya.weights.weights import NodeWeights
 from kakeya.wire.channels import is_local
 from kakeya.wire.server.health import NodeHealth
 
@@ -81,6 +82,7 @@ class Services:
         sessions: SessionConfig,
         pages: NodePages,
         precache: NodePrecache,
+        weights: NodeWeights,
         *,
         data_dir: Path,
         wait_s: float,
@@ -96,6 +98,7 @@ class Services:
         rng: random.Random,
     ) -> None:
         self._plane = plane
+        self._weights = weights
         self._health = health
         self.drafts = FleetDrafts(
             plane.registry,
@@ -211,6 +214,7 @@ class Services:
         if self._shares_prefixes:
             self.peers.register(server)
         self.doctor.register(server)
+        self._weights.register(server)
         add_RuntimeServiceServicer_to_server(self.runtime, server)
         add_SessionMoveServiceServicer_to_server(self._moves, server)
         add_ServingServiceServicer_to_server(self._serving, server)

@@ -24,6 +24,7 @@ from kakeya.v1 import (
     runtime_pb2,
     serving_pb2,
     sessions_pb2,
+    weights_pb2,
 )
 from kakeya.wire.channels import Keepalive
 from kakeya.wire.security import Caller, CertRole, TlsMaterial
@@ -43,6 +44,7 @@ FILES = (
     runtime_pb2,
     serving_pb2,
     sessions_pb2,
+    weights_pb2,
     health_pb2,
 )
 ANY_PORT = "127.0.0.1:0"

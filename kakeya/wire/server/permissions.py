@@ -76,6 +76,12 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "WarmSession": _COPIES,
         "TakeSession": _COPIES,
     },
+    "kakeya.v1.WeightsService": {
+        "ListWeights": _MEMBERS,
+        "GetManifest": _MEMBERS,
+        "WatchPieces": _MEMBERS,
+        "ReadPiece": _MEMBERS,
+    },
     "kakeya.v1.RelayService": {
         "CheckRelayed": _MEMBERS,
         "AnswerRelayed": _MEMBERS,
@@ -100,6 +106,11 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "RegisterAdapter": _CONTROL,
         "ListAdapters": _CONTROL,
         "RemoveAdapter": _CONTROL,
+    },
+    "kakeya.v1.ModelFilesService": {
+        "ListModels": _CONTROL,
+        "PullModel": _CONTROL,
+        "RemoveModel": _CONTROL,
     },
     # Served on a port of its own while an invite is valid, to machines without a certificate.
     "kakeya.v1.JoinService": {"Join": NOBODY},

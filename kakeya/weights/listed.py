@@ -1,0 +1,115 @@
+"""Models as their owner sees them: where each one lies, its last use, and what may be removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kakeya.generation.spec import GGUF
+from kakeya.weights.choice import PulledModel
+from kakeya.weights.found import RECORD, FoundModel
+from kakeya.weights.partial import PULLS
+from kakeya.weights.peers import WeightsOffer, WeightsPeer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedModel:
+    """One model on the disks of the fleet; `found` None = it is not on this one. The labels are of
+    peers that have all of it, and of those that fetch it."""
+
+    name: str
+    bytes: int
+    digest: str
+    found: FoundModel | None = None
+    peers: tuple[str, ...] = ()
+    fetching: tuple[str, ...] = ()
+
+
+def listed_models(
+    own: Iterable[tuple[FoundModel, str]],
+    offers: Mapping[WeightsPeer, Sequence[WeightsOffer]],
+) -> list[ListedModel]:
+    """The models of this node, each with its digest, "" = not known, and those of peers; by name
+    and digest."""
+    listed: dict[tuple[str, str], ListedModel] = {}
+    for model, digest in own:
+        listed[model.name, digest] = ListedModel(
+            name=model.name, bytes=model.bytes, digest=digest, found=model
+        )
+    for peer, models in offers.items():
+        for one in models:
+            key = (one.name, one.digest)
+            known = listed.get(key)
+            known = known or ListedModel(name=one.name, bytes=one.bytes, digest=one.digest)
+            if one.is_whole:
+                listed[key] = replace(known, peers=(*known.peers, peer.label))
+            else:
+                listed[key] = replace(known, fetching=(*known.fetching, peer.label))
+    return [listed[key] for key in sorted(listed)]
+
+
+def used_at(path: Path) -> float:
+    """When a model that a pull brought was used last, wall clock; 0 = not known. Blocks."""
+    try:
+        return (path / RECORD).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def note_use(source: str) -> None:
+    """Note in its folder that a model is used now. Blocks."""
+    path = Path(source)
+    with contextlib.suppress(OSError):  # no pull brought it
+        os.utime((path.parent if path.suffix == GGUF else path) / RECORD)
+
+
+def uses(
+    model: FoundModel, configured: Mapping[str, str], loaded: Collection[str]
+) -> tuple[str, str]:
+    """The name by which a model is loaded, and that by which the configuration has it; "" =
+    neither. Blocks."""
+    real = model.path.resolve()
+    names = [
+        name
+        for name, source in configured.items()
+        if source == model.name or real in _paths(source)
+    ]
+    return next((name for name in names if name in loaded), ""), next(iter(names), "")
+
+
+def pulled_models(
+    folder: Path,
+    models: Iterable[FoundModel],
+    is_spared: Callable[[FoundModel], bool],
+    under_way: Collection[str],
+) -> Iterator[PulledModel]:
+    """What pulls brought: whole models, and parts of others, by digest. Blocks."""
+    for model in models:
+        if model.record is not None:
+            yield PulledModel(
+                path=str(model.path),
+                bytes=model.bytes,
+                used_at=used_at(model.path),
+                is_spared=model.record.keep or is_spared(model),
+            )
+    parts = folder / PULLS
+    for part in parts.iterdir() if parts.is_dir() else ():
+        files = [one.stat() for one in part.rglob("*") if one.is_file()]
+        yield PulledModel(
+            path=str(part),
+            bytes=sum(one.st_blocks * 512 for one in files),
+            used_at=part.stat().st_mtime,
+            is_spared=part.name in under_way,
+        )
+
+
+def _paths(source: str) -> set[Path]:
+    """The folder of a configured model, and, of a GGUF file, the file."""
+    path = Path(source)
+    if not path.is_absolute():
+        return set()
+    real = path.resolve()
+    return {real, real.parent} if real.suffix == GGUF else {real}

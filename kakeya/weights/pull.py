@@ -1,0 +1,400 @@
+"""One fetch of a model from peers: look, check what is here, fetch what is missing, prove, rename.
+
+Pieces come from several peers at once, and from those, too, that are still fetching the model; each
+is proven before it is written. A peer that is lost is waited for; one that sends wrong bytes is
+left. The fetch ends with an error only where the disk refuses, or where nothing came for
+PATIENCE_S; what came stays for the next fetch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import (
+    Conflict,
+    KakeyaError,
+    NotFound,
+    PeerProtocol,
+    PeerUnavailable,
+    UnknownMethod,
+)
+from kakeya.core.log import event
+from kakeya.core.tasks import sleep_or_wake
+from kakeya.core.units import format_bytes
+from kakeya.weights.choice import choose, sources_of
+from kakeya.weights.found import PullRecord
+from kakeya.weights.index import WeightIndex
+from kakeya.weights.manifest import WeightsManifest
+from kakeya.weights.partial import PartialModel, disk_error
+from kakeya.weights.peers import WeightsPeer, WeightsPeers
+from kakeya.weights.schedule import PieceSchedule, RateBound
+
+_log = logging.getLogger(__name__)
+PATIENCE_S = 30.0
+"""A fetch ends when nothing came for so long, from any source."""
+LOOK_S = 2.0
+"""Between two looks for more sources."""
+TELL_S = 0.25
+MOST_SOURCES, STREAMS = 4, 2
+"""Peers at once, and pieces at once of each: so many pieces are in memory at most."""
+_MOST_ASKED = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullState:
+    """How far a fetch is; `bytes` 0 = not known yet."""
+
+    name: str
+    phase: str = "looking"
+    bytes: int = 0
+    done_bytes: int = 0
+    resumed_bytes: int = 0
+    bytes_per_s: float = 0.0
+    sources: tuple[str, ...] = ()
+    digest: str = ""
+    path: str = ""
+    note: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class PullTools:
+    """What every fetch of a node uses. `make_room` frees the budget for a model of so many bytes
+    with this digest; `from_hub` fetches a name that no peer has."""
+
+    folder: Path
+    index: WeightIndex
+    peers: WeightsPeers
+    bound: RateBound
+    clock: Clock
+    make_room: Callable[[int, str], Awaitable[None]]
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Count for the figures."""
+        self.counts[what] = self.counts.get(what, 0) + number
+
+
+class Pull:
+    """See the module. It runs by `run`, once; any number of callers `follow` it."""
+
+    def __init__(self, name: str, tools: PullTools, *, from_node: str, keep: bool) -> None:
+        self.state = PullState(name=name)
+        self._tools = tools
+        self._clock = tools.clock
+        self._from = from_node
+        self.keep = keep
+        self._schedule = PieceSchedule(0)
+        self._labels: dict[str, WeightsPeer] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._failure: KakeyaError | None = None
+        self._wake = asyncio.Event()
+        self._given_up = threading.Event()
+        self._news = asyncio.Event()
+        self._came_mono = 0.0
+        self._measured = (0.0, 0)
+        self._came_bytes = 0
+        self.is_from_hub = False
+        self.partial: PartialModel | None = None
+        self.held: set[int] = set()
+        """The pieces that are here."""
+
+    async def run(self) -> Path:
+        """Fetch it; return where it lies. Raises KakeyaError."""
+        try:
+            path = await self._run()
+        except OSError as problem:
+            raise disk_error(problem, self._tools.folder) from problem
+        finally:
+            self._given_up.set()
+            self._told()
+        return path
+
+    async def news(self) -> None:
+        """Wait until more pieces are here, or the end."""
+        await self._news.wait()
+
+    async def _run(self) -> Path:
+        name = self.state.name
+        manifest, first = await self._find()
+        self._tell(bytes=manifest.bytes, digest=manifest.digest)
+        here = await self._tools.index.with_digest(manifest.digest)
+        if here is not None:
+            path = here[0].path
+            note = "it is here already" + ("" if here[0].name == name else f", as {here[0].name}")
+            self._tell(phase="done", done_bytes=manifest.bytes, path=str(path), note=note)
+            return path
+        if await asyncio.to_thread((self._tools.folder / name).exists):
+            raise Conflict(
+                f"another model lies in {self._tools.folder / name}; remove it first (kakeya "
+                f"models rm {name})"
+            )
+        await self._check(manifest)
+        while not self._schedule.is_done:
+            await self._fetch_all(manifest, first)
+            self._tell(phase="verifying")
+            wrong = await asyncio.to_thread(self._made.unproven, self._given_up.is_set)
+            self.held -= wrong
+            self._schedule.again(wrong)
+        record = PullRecord(
+            name=name,
+            digest=manifest.digest,
+            keep=self.keep,
+            source=", ".join(self.state.sources),
+            pulled_at=self._clock.wall(),
+        )
+        path = await asyncio.to_thread(self._made.finish, record)
+        await self._tools.index.learn(path, manifest)
+        self._tell(phase="done", done_bytes=manifest.bytes, path=str(path))
+        return path
+
+    @property
+    def _made(self) -> PartialModel:
+        if self.partial is None:
+            raise NotFound(f"nothing of {self.state.name} is here yet")
+        return self.partial
+
+    async def _find(self) -> tuple[WeightsManifest, WeightsPeer]:
+        """The manifest of the model that is meant, and the peer that told it."""
+        name, last = self.state.name, ""
+        while True:
+            offers, silent = await self._tools.peers.offers(self._asked())
+            chosen = choose(name, offers)
+            sources = sources_of(chosen.digest, offers) if chosen.digest else {}
+            tellers = sorted(sources, key=lambda peer: not sources[peer]) or chosen.unhashed
+            for peer in tellers:
+                self._tell(note="" if chosen.digest else f"{peer.label} reads its files")
+                try:
+                    told = await self._tools.peers.manifest(peer, name, chosen.digest)
+                except KakeyaError as failure:
+                    last = failure.message
+                else:
+                    self._tell(note="")
+                    return told, peer
+            if not chosen.coming:
+                break
+            at = ", ".join(peer.label for peer in chosen.coming)
+            self._tell(phase="waiting", note=f"{at} fetches it from the hub")
+            await self._clock.sleep(LOOK_S)
+        why = (
+            [last] if last else [f"{label} did not answer: {one}" for label, one in silent.items()]
+        )
+        raise NotFound(
+            f"no peer has {name[:80]!r}" + "".join(f"; {one}" for one in why) + "; "
+            "`kakeya models list` shows what there is"
+        )
+
+    def _asked(self) -> tuple[WeightsPeer, ...]:
+        if self._from:
+            return (self._tools.peers.named(self._from),)
+        return self._tools.peers.all()[:_MOST_ASKED]
+
+    async def _check(self, manifest: WeightsManifest) -> None:
+        """Make room, and find out what is here of an earlier fetch."""
+        await self._tools.make_room(manifest.bytes, manifest.digest)
+        partial = self.partial = PartialModel(self._tools.folder, manifest)
+        await asyncio.to_thread(partial.open)
+        await asyncio.to_thread(partial.check_room)
+        self._tell(phase="checking")
+        loop = asyncio.get_running_loop()
+
+        def told(size: int) -> None:
+            loop.call_soon_threadsafe(self._add, size)
+
+        self.held = await asyncio.to_thread(partial.present, told, self._given_up.is_set)
+        here = sum(manifest.pieces[piece].size for piece in self.held)
+        self._tell(done_bytes=here, resumed_bytes=here)
+        count = len(manifest.pieces)
+        # Nodes that fetch the same model begin at different places, and exchange what they have.
+        own = int.from_bytes(hashlib.sha256(self._tools.peers.own_id.encode()).digest()[:4], "big")
+        self._schedule = PieceSchedule(count, self.held, first=own % max(1, count))
+
+    async def _fetch_all(self, manifest: WeightsManifest, first: WeightsPeer) -> None:
+        self._came_mono = self._clock.mono()
+        self._measured = (self._came_mono, self._came_bytes)
+        self._tell(phase="fetching")
+        try:
+            while not self._schedule.is_done and self._failure is None:
+                self._wake.clear()
+                await self._look(manifest, first)
+                self._measure()
+                self._check_sources()
+                await sleep_or_wake(self._clock, LOOK_S, self._wake)
+        finally:
+            tasks = [task for several in self._tasks.values() for task in several]
+            self._tasks.clear()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _look(self, manifest: WeightsManifest, first: WeightsPeer) -> None:
+        """Find sources, and begin to fetch from those that are new."""
+        try:
+            asked = self._asked()
+        except NotFound:  # the one that was named is gone for now
+            asked = ()
+        offers, _ = await self._tools.peers.offers(asked)
+        for peer, is_whole in sources_of(manifest.digest, offers).items():
+            name = peer.node_id
+            if self._schedule.why_left(name):
+                continue
+            if name in self._tasks:
+                self._schedule.back(name)
+                if is_whole:
+                    self._schedule.join(name, None)
+                continue
+            if len(self._tasks) >= MOST_SOURCES and peer != first:
+                continue
+            self._labels[name] = peer
+            self._schedule.join(name, None if is_whole else ())
+            self._tasks[name] = [
+                asyncio.create_task(self._work(peer, manifest), name=f"pull {self.state.name}")
+                for _ in range(STREAMS)
+            ]
+            if not is_whole:
+                self._tasks[name].append(asyncio.create_task(self._watch(peer, manifest)))
+        self._tell_sources()
+
+    async def _watch(self, peer: WeightsPeer, manifest: WeightsManifest) -> None:
+        """Follow what a peer has that fetches the model itself."""
+        pieces = self._tools.peers.watch(peer, manifest.digest, len(manifest.pieces))
+        try:
+            async for held in pieces:
+                self._schedule.join(peer.node_id, held)
+        except KakeyaError as failure:
+            # The next look finds it again, as one that has all if it was done.
+            event(_log, "a peer ended its own fetch", peer=peer.label, why=failure.message)
+
+    async def _work(self, peer: WeightsPeer, manifest: WeightsManifest) -> None:
+        """Fetch pieces from a peer, one after the other."""
+        name = peer.node_id
+        try:
+            while not self._schedule.is_done and not self._schedule.why_left(name):
+                piece = self._schedule.take(name, self._clock.mono())
+                if piece is None:
+                    await self._clock.sleep(TELL_S)
+                else:
+                    await self._fetch(peer, manifest, piece)
+        except KakeyaError as failure:  # the disk refused
+            self._failure = self._failure or failure
+        finally:
+            if self._schedule.is_done or self._failure:
+                self._wake.set()
+
+    async def _fetch(self, peer: WeightsPeer, manifest: WeightsManifest, piece: int) -> None:
+        wanted, name = manifest.pieces[piece], peer.node_id
+        came = 0
+
+        def told(size: int) -> None:
+            nonlocal came
+            came += size
+            self._add(size)
+
+        try:
+            await self._clock.sleep(self._tools.bound.turn(wanted.size, self._clock.mono()))
+            data = await self._tools.peers.piece(peer, manifest.digest, piece, wanted.size, told)
+            await asyncio.to_thread(_prove, data, wanted.sha256, piece, peer.label)
+        except (KakeyaError, asyncio.CancelledError) as failure:
+            self._add(-came)
+            is_wrong = isinstance(failure, PeerProtocol) and not isinstance(failure, UnknownMethod)
+            wrong = str(failure) if is_wrong else ""
+            self._schedule.failed(name, piece, self._clock.mono(), wrong=wrong)
+            if not isinstance(failure, KakeyaError):
+                raise
+            self._note_failure(peer, failure, is_wrong=is_wrong)
+            return
+        if piece in self.held:  # another source was quicker
+            self._add(-came)
+            self._schedule.arrived(name, piece, self._clock.mono())
+            return
+        await asyncio.to_thread(self._made.write, wanted, data)
+        if piece in self.held:
+            self._add(-came)
+        self.held.add(piece)
+        self._schedule.arrived(name, piece, self._clock.mono())
+        self._tools.count("pieces")
+        self._tools.count("bytes", wanted.size)
+        self._told()
+
+    def _note_failure(self, peer: WeightsPeer, failure: KakeyaError, *, is_wrong: bool) -> None:
+        self._tools.count("wrong" if is_wrong else "lost")
+        if not is_wrong:
+            return
+        event(
+            _log,
+            "a peer sent wrong bytes of a model, and is not asked for it any more",
+            level=logging.WARNING,
+            model=self.state.name,
+            peer=peer.label,
+            why=failure.message,
+        )
+        self._tell_sources()
+
+    def _check_sources(self) -> None:
+        """Raise PeerUnavailable where nothing comes any more, and the error of a broken task."""
+        for task in (task for several in self._tasks.values() for task in several):
+            if task.done() and not task.cancelled() and (fault := task.exception()):
+                raise fault
+        left = [why for name in self._labels if (why := self._schedule.why_left(name))]
+        is_silent = self._clock.mono() - self._came_mono > PATIENCE_S
+        if not is_silent and (not left or self._schedule.usable):
+            return
+        state = self.state
+        raise PeerUnavailable(
+            f"nothing of {state.name} comes any more"
+            + "".join(f"; left: {reason}" for reason in left)
+            + f"; {format_bytes(state.done_bytes)} of {format_bytes(state.bytes)} are here: pull "
+            "it again once a node that has it is there"
+        )
+
+    # --- how far it is
+
+    async def follow(self, ended: asyncio.Future[Path]) -> AsyncGenerator[PullState, None]:
+        """How far it is, until it is over. Raises the error with which it ends."""
+        last = None
+        while not ended.done():
+            self._measure()
+            if self.state != last:
+                yield (last := self.state)
+            await asyncio.wait((ended,), timeout=TELL_S)
+        ended.result()
+        yield self.state
+
+    def _add(self, size: int) -> None:
+        self._came_bytes += max(0, size)
+        if size > 0:
+            self._came_mono = self._clock.mono()
+        self.state = replace(self.state, done_bytes=self.state.done_bytes + size)
+
+    def _measure(self) -> None:
+        """Measure the bytes/s, over about a second."""
+        now, (since, bytes_then) = self._clock.mono(), self._measured
+        if self.state.phase == "fetching" and now - since >= 1.0:
+            rate = (self._came_bytes - bytes_then) / (now - since)
+            known = self.state.bytes_per_s
+            self._measured = (now, self._came_bytes)
+            self._tell(bytes_per_s=known + 0.5 * (rate - known) if known else rate)
+
+    def _tell_sources(self) -> None:
+        names = [name for name in self._labels if not self._schedule.why_left(name)]
+        self._tell(sources=tuple(sorted(self._labels[name].label for name in names)))
+
+    def _tell(self, **told: object) -> None:
+        self.state = replace(self.state, **told)  # type: ignore[arg-type]
+
+    def _told(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _prove(data: bytearray, sha256: bytes, piece: int, peer: str) -> None:
+    if hashlib.sha256(data).digest() != sha256:
+        raise PeerProtocol(f"{peer}: the bytes of piece {piece} are not those of the model")

@@ -1,0 +1,236 @@
+"""The models on the disk of a node: listed with those of its peers, fetched, served, removed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+
+import grpc.aio
+
+from kakeya.core.clock import Clock
+from kakeya.core.errors import Conflict, NotFound, QueueFull
+from kakeya.core.figures import Figure, Json, counter, gauge
+from kakeya.core.tasks import Supervisor
+from kakeya.core.units import MIB
+from kakeya.v1.weights_pb2_grpc import (
+    add_ModelFilesServiceServicer_to_server,
+    add_WeightsServiceServicer_to_server,
+)
+from kakeya.weights.choice import to_remove
+from kakeya.weights.config import WeightsConfig
+from kakeya.weights.found import FoundModel
+from kakeya.weights.index import WeightIndex
+from kakeya.weights.listed import ListedModel, listed_models, note_use, pulled_models, uses
+from kakeya.weights.manifest import check_model_name
+from kakeya.weights.partial import disk_error, remove_folder
+from kakeya.weights.peers import Neighbours, WeightsPeers
+from kakeya.weights.pull import Pull, PullState, PullTools
+from kakeya.weights.schedule import RateBound
+from kakeya.weights.service import ModelFilesService, WeightsService
+
+MOST_PULLS = 4
+
+
+class NodeWeights:
+    """See the module; lives on the event loop. `configured` tells the paths of this node's models
+    by name, `loaded` the names of those in memory."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        plane: Neighbours,
+        *,
+        data_dir: Path,
+        hub: Path | None,
+        configured: Callable[[], Mapping[str, str]],
+        loaded: Callable[[], Collection[str]],
+        clock: Clock,
+    ) -> None:
+        self.folder = config.models_folder(data_dir)
+        self._config = config
+        self._clock = clock
+        self.configured = configured
+        self._loaded = loaded
+        self.peers = WeightsPeers(plane, clock)
+        self.index = WeightIndex(
+            self.folder, data_dir=data_dir, hub=hub, configured=configured, clock=clock
+        )
+        self._tools = PullTools(
+            folder=self.folder,
+            index=self.index,
+            peers=self.peers,
+            bound=RateBound(config.pull_mb_per_s * MIB),
+            clock=clock,
+            make_room=self._make_room,
+        )
+        self._pulls: dict[str, tuple[Pull, asyncio.Task[Path]]] = {}
+        self._followers: dict[str, int] = {}
+        self._service = WeightsService(self)
+        self._owner = ModelFilesService(self)
+
+    def start(self, tasks: Supervisor) -> None:
+        """Compute digests in the background."""
+        tasks.start("weights", self.index.run)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the services to one more server."""
+        if self._config.peers:
+            add_WeightsServiceServicer_to_server(self._service, server)
+        add_ModelFilesServiceServicer_to_server(self._owner, server)
+
+    async def aclose(self) -> None:
+        """End all fetches; what came is kept."""
+        tasks = [task for _, task in self._pulls.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def fetching(self) -> tuple[Pull, ...]:
+        """The fetches under way."""
+        return tuple(pull for pull, task in self._pulls.values() if not task.done())
+
+    def used(self, name: str) -> None:
+        """Note that a model of this node is used now: it is loaded, or leaves memory."""
+        source = self.configured().get(name, "")
+        asyncio.get_running_loop().run_in_executor(None, note_use, source)
+
+    # --- fetch
+
+    async def pull(
+        self, name: str, *, from_node: str, keep: bool
+    ) -> AsyncGenerator[PullState, None]:
+        """Fetch a model, or follow the fetch that is under way; it ends with its last follower.
+
+        Raises InvalidArgument, NotFound, QueueFull, Conflict, DiskRefused, StoreFailed,
+        PeerUnavailable.
+        """
+        check_model_name(name)
+        pull, task = self._pulls.get(name) or self._begin(name, from_node, keep=keep)
+        pull.keep |= keep
+        self._followers[name] = self._followers.get(name, 0) + 1
+        try:
+            async with aclosing(pull.follow(task)) as states:
+                async for state in states:
+                    yield state
+        finally:
+            self._followers[name] -= 1
+            if not self._followers[name]:
+                del self._followers[name]
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def _begin(self, name: str, from_node: str, *, keep: bool) -> tuple[Pull, asyncio.Task[Path]]:
+        if len(self._pulls) >= MOST_PULLS:
+            raise QueueFull(f"{MOST_PULLS} models are being pulled; come again when one is here")
+        pull = Pull(name, self._tools, from_node=from_node, keep=keep)
+        task = asyncio.create_task(pull.run(), name=f"pull {name}")
+        self._pulls[name] = pull, task
+        task.add_done_callback(lambda ended: self._ended(name, ended))
+        return pull, task
+
+    def _ended(self, name: str, task: asyncio.Task[Path]) -> None:
+        del self._pulls[name]
+        is_bad = task.cancelled() or task.exception() is not None
+        self._tools.count("failed" if is_bad else "done")
+
+    # --- list and remove
+
+    async def listed(self) -> tuple[list[ListedModel], Mapping[str, str]]:
+        """The models here and at peers, by name; and why peers did not tell theirs, by label."""
+        offers, silent = await self.peers.offers(self.peers.all())
+        own = []
+        for model in await self.index.models(anew=True):
+            made = self.index.known(model)
+            own.append((model, made.digest if made else ""))
+        return listed_models(own, offers), silent
+
+    def uses(self, model: FoundModel) -> tuple[str, str]:
+        """The name by which a model is loaded, and that by which the configuration has it; "" =
+        neither."""
+        return uses(model, self.configured(), set(self._loaded()))
+
+    async def remove(self, name: str, *, force: bool) -> tuple[Path, int]:
+        """Remove a model that a pull brought; return where it lay, and its bytes.
+
+        Raises InvalidArgument, NotFound, Conflict for one that no pull brought, or that is loaded
+        or configured, unless `force`.
+        """
+        check_model_name(name)
+        named = [one for one in await self.index.models(anew=True) if one.name == name]
+        pulled = [one for one in named if one.record is not None]
+        if not named:
+            raise NotFound(f"no model on this node's disk is called {name[:80]!r}")
+        if not pulled:
+            raise Conflict(
+                f"{name} lies in {named[0].path}, and no pull brought it there; remove it yourself"
+            )
+        model = pulled[0]
+        loaded, configured = await asyncio.to_thread(self.uses, model)
+        if (loaded or configured) and not force:
+            reason = (
+                f"it is loaded as {loaded}" if loaded else f"the node serves it as {configured}"
+            )
+            raise Conflict(f"{name} is not removed: {reason}; --force removes it nevertheless")
+        await self._drop(model.path)
+        return model.path, model.bytes
+
+    async def _drop(self, path: Path) -> None:
+        try:
+            await asyncio.to_thread(remove_folder, self.folder, path)
+        except OSError as problem:
+            raise disk_error(problem, path) from problem
+        finally:
+            await self.index.models(anew=True)
+        self._tools.count("removed")
+
+    async def _make_room(self, needed_bytes: int, digest: str) -> None:
+        others = [pull.state.name for pull in self.fetching if pull.state.digest == digest]
+        if len(others) > 1:
+            raise Conflict(f"the same files are being pulled as {others[0]}; wait for them")
+        if not self._config.disk_bytes:
+            return
+        models = await self.index.models(anew=True)
+        under_way = {digest, *(pull.state.digest for pull in self.fetching)}
+        pulled = await asyncio.to_thread(
+            lambda: list(
+                pulled_models(self.folder, models, lambda one: any(self.uses(one)), under_way)
+            )
+        )
+        needed = needed_bytes - sum(one.bytes for one in pulled if Path(one.path).name == digest)
+        for path in to_remove(pulled, needed, self._config.disk_bytes):
+            await self._drop(Path(path))
+
+    # --- what is told
+
+    def status(self) -> Json:
+        """The fetches under way, and counts, as JSON."""
+        pulls = [
+            {
+                "name": one.state.name,
+                "phase": one.state.phase,
+                "bytes": one.state.bytes,
+                "done_bytes": one.state.done_bytes,
+                "bytes_per_second": round(one.state.bytes_per_s),
+                "sources": list(one.state.sources),
+                "note": one.state.note,
+            }
+            for one in self.fetching
+        ]
+        return {"folder": str(self.folder), "pulls": pulls, "served_bytes": self._service.bytes}
+
+    def figures(self) -> Iterator[Figure]:
+        """Figures of what was fetched and served."""
+        counts = self._tools.counts
+        yield gauge("kakeya_pulls", "Models being fetched now", len(self.fetching))
+        ends = {end: counts.get(end, 0) for end in ("done", "failed")}
+        yield counter("kakeya_pulls_ended{end}", "Fetches of models by end", ends)
+        yield counter("kakeya_pulled_bytes", "Bytes of models from peers", counts.get("bytes", 0))
+        faults = {fault: counts.get(fault, 0) for fault in ("lost", "wrong")}
+        yield counter("kakeya_pull_faults{fault}", "Pieces that did not come right", faults)
+        yield counter("kakeya_weights_served_bytes", "Bytes for peers", self._service.bytes)
+        yield counter(
+            "kakeya_weights_hashed_bytes", "Bytes read for digests", self.index.hashed_bytes
+        )
