@@ -297,6 +297,7 @@ class ResidentModel(ModelLife):
         *,
         seed: int | None = None,
         temperature: float | None = None,
+        num_steps: int = 1,
     ) -> Draft:
         """Draft with this model if it is in memory. Raises PeerUnavailable if it is not; one that
         left for idleness then comes back as room allows."""
@@ -306,7 +307,9 @@ class ResidentModel(ModelLife):
             raise PeerUnavailable(f"draft model {self.model_id} is not in memory now")
         with handle, self._run():
             backend = _backend_of(handle)
-            return await backend.draft(prefix, size, seed=seed, temperature=temperature)
+            return await backend.draft(
+                prefix, size, seed=seed, temperature=temperature, num_steps=num_steps
+            )
 
     async def release(self, kv_key: str) -> None:
         """Forget the KV of a key; an unknown key or an absent model is ignored."""

@@ -11,6 +11,8 @@ SessionId = NewType("SessionId", str)
 
 NGRAM: ModelId = ModelId("ngram")
 """Reserved on the wire for the model-free prompt-lookup proposer."""
+BLOCK_DIFFUSION = "kakeya_block_diffusion"
+"""`model_type` in the config.json of a drafter that fills blocks of masks."""
 
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 

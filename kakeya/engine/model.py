@@ -318,9 +318,10 @@ class Model(Protocol):
         ...
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
+        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
     ) -> Draft:
-        """Draft `size` tokens after `prefix`, greedy or with the verifier's own noise."""
+        """Draft `size` tokens after `prefix`, greedy or with the verifier's own noise; a model that
+        refines its drafts does so `steps` times."""
         ...
 
     def chores(self) -> Iterator[float]:

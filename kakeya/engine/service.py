@@ -120,7 +120,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             timer = self._tools.timer
             started = timer()
             draft = await self._on_model_thread(
-                lambda: self._draft(prefix, size, seed, request.temperature)
+                lambda: self._draft(prefix, size, seed, request.temperature, request.num_steps)
             )
         except KakeyaError as failure:
             await abort(context, failure)
@@ -129,6 +129,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             token_ids=draft.tokens,
             confidence=draft.confidence,
             forward_passes=draft.forward_passes,
+            diffusion_steps=draft.diffusion_steps,
+            peak_activation_bytes=draft.peak_activation_bytes,
             draft_us=int((timer() - started) * 1e6),
         )
 
@@ -199,9 +201,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return self._adapters
 
     def _draft(
-        self, prefix: list[int], size: int, seed: int | None, temperature: float
+        self, prefix: list[int], size: int, seed: int | None, temperature: float, steps: int
     ) -> proposer.Draft:
-        draft = self._model.draft(prefix, size, seed, temperature)
+        draft = self._model.draft(prefix, size, seed, temperature, max(1, steps))
         # Prefixes are kept for the next draft: that too is within the bounds.
         self._limits.holds()
         return draft

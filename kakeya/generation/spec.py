@@ -14,6 +14,7 @@ Only names and folders are looked at here; weights belong to engine children.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -21,12 +22,12 @@ from pathlib import Path
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.gguf import gguf_files
-from kakeya.core.ids import NGRAM
+from kakeya.core.ids import BLOCK_DIFFUSION, NGRAM
 from kakeya.core.settings import Illegal
 from kakeya.generation.manifest import DIFFUSERS, MLX, NO_MANIFEST, Category, Manifest
 
 EMBEDDED_FOLDER = Path(__file__).resolve().parent.parent / "models"
-EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft", "kakeya-tiny-tools")
+EMBEDDED = ("kakeya-tiny", "kakeya-tiny-draft", "kakeya-tiny-dlm", "kakeya-tiny-tools")
 """Models that are shipped, with one tokenizer."""
 GGUF = ".gguf"
 PIPELINE_FILE = "model_index.json"
@@ -115,11 +116,14 @@ def where_pulled(spec: ModelSpec, folder: Path) -> ModelSpec:
 def resolve(spec: ModelSpec) -> str:
     """Return the folder, the GGUF file, or the Hugging Face id, that an engine loads; of a folder
     with a GGUF file, that file. Raises ConfigError."""
-    if spec.source in EMBEDDED:
-        return str(_checked(EMBEDDED_FOLDER / spec.source, spec.source))
-    path = Path(spec.source).expanduser()
+    is_embedded = spec.source in EMBEDDED
+    path = EMBEDDED_FOLDER / spec.source if is_embedded else Path(spec.source).expanduser()
     if path.exists():
         folder = _snapshot(path.resolve())
+        if spec.role is not ModelRole.PROPOSER and _only_drafts(folder):
+            raise ConfigError(
+                f"model {spec.source!r} only drafts for others; give it as --proposer {spec.source}"
+            )
         is_pipeline = spec.role is ModelRole.DIFFUSION and _is_pipeline(folder)
         return str(folder if is_pipeline else _checked(folder, spec.source))
     if _HUB_ID.match(spec.source) and not spec.source.startswith("."):
@@ -140,6 +144,15 @@ def _snapshot(folder: Path) -> Path:
     except (OSError, ValueError):
         return folder
     return folder / "snapshots" / commit if _CACHED.match(folder.name) else folder
+
+
+def _only_drafts(folder: Path) -> bool:
+    """Whether a folder holds a drafter that fills blocks of masks. Blocks."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") == BLOCK_DIFFUSION
 
 
 def is_gguf(resolved: str) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
@@ -66,6 +68,38 @@ def tells_lost_device(function: Callable[_Given, _Answer]) -> Callable[_Given, _
 
     is_generator = inspect.isgeneratorfunction(function)
     return cast("Callable[_Given, _Answer]", steps if is_generator else told)
+
+
+class PeakMeter:
+    """Measures the most memory that work takes on top of what is held when it begins.
+
+    mlx has one peak for the process, which begins anew with each measurement, so that of the
+    process's life is kept here.
+    """
+
+    def __init__(self) -> None:
+        self._before_bytes = 0
+
+    @property
+    def process_peak_bytes(self) -> int:
+        """The most that mlx ever held."""
+        return max(self._before_bytes, int(mx.get_peak_memory()))
+
+    @contextmanager
+    def measure(self) -> Generator[Measured, None, None]:
+        """Measure work that is evaluated within; `peak_bytes` is there afterwards."""
+        self._before_bytes = self.process_peak_bytes
+        mx.reset_peak_memory()
+        held, measured = mx.get_active_memory(), Measured()
+        yield measured
+        measured.peak_bytes = max(0, mx.get_peak_memory() - held)
+
+
+@dataclass(slots=True)
+class Measured:
+    """A measurement of a PeakMeter."""
+
+    peak_bytes: int = 0
 
 
 def _tell(failure: RuntimeError) -> None:

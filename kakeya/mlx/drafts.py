@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from kakeya.decoding.draft.proposer import Draft
 from kakeya.generation.request import Sampling
+from kakeya.mlx.device import PeakMeter
 from kakeya.mlx.kept_prefix import KeptPrefix, shared_head
 from kakeya.mlx.loader import LoadedModel
 from kakeya.mlx.selection import select
@@ -29,6 +30,7 @@ class Drafter:
         self._model = model
         self._chunk = prefill_chunk_tokens
         self._streams: list[KeptPrefix] = []
+        self.meter = PeakMeter()
 
     @property
     def held_bytes(self) -> int:
@@ -48,6 +50,19 @@ class Drafter:
         With a seed and a temperature above 0, tokens are drawn with the noise that a verifier of
         the same seed uses at these positions, which makes agreement likelier.
         """
+        with self.meter.measure() as activations:
+            tokens, confidence = self._continued(prefix, size, seed, temperature)
+        return Draft(
+            source=self._model.model_id,
+            tokens=tuple(tokens),
+            confidence=tuple(confidence),
+            forward_passes=size,
+            peak_activation_bytes=activations.peak_bytes,
+        )
+
+    def _continued(
+        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
+    ) -> tuple[list[int], list[float]]:
         stream = self._nearest(list(prefix))
         stream.follow(prefix)
         state = stream.state
@@ -67,13 +82,7 @@ class Drafter:
         tokens = cast("list[int]", joined.tolist())
         # The last drafted token was never fed, so its KV does not exist.
         stream.tokens = [*prefix, *tokens[:-1]]
-        values = cast("list[float]", confidence.tolist())
-        return Draft(
-            source=self._model.model_id,
-            tokens=tuple(tokens),
-            confidence=tuple(values),
-            forward_passes=size,
-        )
+        return tokens, cast("list[float]", confidence.tolist())
 
     def _nearest(self, wanted: list[int]) -> KeptPrefix:
         """Pick the stream to continue, newest first in the list; forget the oldest at the cap."""

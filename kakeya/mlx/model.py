@@ -253,16 +253,16 @@ class MlxModel:
         launch_together(self._loaded, rows, tokens, self._assignment)
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
+        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
     ) -> Draft:
-        """Draft `size` tokens after `prefix`."""
+        """Draft `size` tokens after `prefix`; nothing is refined."""
         return self._drafter.draft(prefix, size, seed, temperature)
 
     def memory(self) -> MemoryUse:
         """Bytes that mlx holds."""
         return MemoryUse(
             active_bytes=mx.get_active_memory(),
-            peak_bytes=mx.get_peak_memory(),
+            peak_bytes=self._drafter.meter.process_peak_bytes,
             cache_bytes=mx.get_cache_memory(),
         )
 

@@ -208,9 +208,19 @@ def load_model(options: Namespace) -> Model:
     started = time.perf_counter()
     if options.ring:
         return _load_rank(options, accelerated, told)
-    from kakeya.mlx.loader import load
+    from kakeya.mlx.diffusion.model import DiffusionModel, is_block_diffusion
+    from kakeya.mlx.loader import load, resolve_folder
     from kakeya.mlx.model import MlxModel
 
+    if is_block_diffusion(resolve_folder(options.model)):
+        threads = options.blas_threads
+        return DiffusionModel(
+            options.model,
+            options.model_id,
+            blas_threads=threads,
+            blas_accelerated=accelerated,
+            told=told,
+        )
     loaded = load(
         options.model,
         options.model_id,

@@ -939,11 +939,14 @@ class DraftRequest(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     size: _builtins.int
     seed: _builtins.int
     """Set when the verifier samples: the draft is drawn with the same noise."""
     temperature: _builtins.float
+    num_steps: _builtins.int
+    """How often a model that refines its drafts does so; 0 = once. Others ignore it."""
     def __init__(
         self,
         *,
@@ -951,10 +954,11 @@ class DraftRequest(_message.Message):
         size: _builtins.int = ...,
         seed: _builtins.int | None = ...,
         temperature: _builtins.float | None = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "seed", b"seed", "size", b"size", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "num_steps", b"num_steps", "seed", b"seed", "size", b"size", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -976,9 +980,11 @@ class DraftResponse(_message.Message):
     FORWARD_PASSES_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
     PEAK_ACTIVATION_BYTES_FIELD_NUMBER: _builtins.int
+    DIFFUSION_STEPS_FIELD_NUMBER: _builtins.int
     forward_passes: _builtins.int
     draft_us: _builtins.int
     peak_activation_bytes: _builtins.int
+    diffusion_steps: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -991,10 +997,11 @@ class DraftResponse(_message.Message):
         forward_passes: _builtins.int = ...,
         draft_us: _builtins.int = ...,
         peak_activation_bytes: _builtins.int = ...,
+        diffusion_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confidence", b"confidence", "draft_us", b"draft_us", "forward_passes", b"forward_passes", "peak_activation_bytes", b"peak_activation_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confidence", b"confidence", "diffusion_steps", b"diffusion_steps", "draft_us", b"draft_us", "forward_passes", b"forward_passes", "peak_activation_bytes", b"peak_activation_bytes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -186,7 +186,7 @@ class ToyModel:
             state.launch(token)
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
+        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
     ) -> Draft:
         return Draft(source="none")
 

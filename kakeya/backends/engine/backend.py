@@ -132,6 +132,7 @@ class EngineBackend(EngineLife):
         *,
         seed: int | None = None,
         temperature: float | None = None,
+        num_steps: int = 1,
     ) -> Draft:
         """Draft with this model, without waiting for a restart: a late draft is worth nothing."""
         if not prefix or size < 1:
@@ -144,6 +145,7 @@ class EngineBackend(EngineLife):
             size,
             seed=seed,
             temperature=temperature,
+            num_steps=num_steps,
             timeout_s=self.options.draft_timeout_s,
         )
 

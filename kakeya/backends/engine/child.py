@@ -40,6 +40,7 @@ class ChildClient(Protocol):
         *,
         seed: int | None,
         temperature: float | None,
+        num_steps: int = 1,
         timeout_s: float,
     ) -> Draft:
         """Draft at most `size` tokens after `prefix`."""

@@ -188,11 +188,16 @@ class EngineClient:
         *,
         seed: int | None,
         temperature: float | None,
+        num_steps: int = 1,
         timeout_s: float,
     ) -> Draft:
         """Draft at most `size` tokens after `prefix` with this engine's model."""
         request = pb.DraftRequest(
-            token_ids_le32=pack_ids(prefix), size=size, seed=seed, temperature=temperature
+            token_ids_le32=pack_ids(prefix),
+            size=size,
+            seed=seed,
+            temperature=temperature,
+            num_steps=num_steps,
         )
         with self._told():
             reply = await self._stub.Draft(request, timeout=timeout_s)
@@ -201,6 +206,7 @@ class EngineClient:
             tokens=tuple(reply.token_ids),
             confidence=tuple(reply.confidence),
             forward_passes=reply.forward_passes,
+            diffusion_steps=reply.diffusion_steps,
             peak_activation_bytes=reply.peak_activation_bytes,
             draft_us=reply.draft_us,
         )

@@ -194,6 +194,7 @@ class LlamaClient:
         *,
         seed: int | None,
         temperature: float | None,
+        num_steps: int = 1,
         timeout_s: float,
     ) -> Draft:
         """Raises UnknownMethod."""

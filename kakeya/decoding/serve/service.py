@@ -42,7 +42,13 @@ class AsyncDrafter(Protocol):
     """A proposer that works elsewhere, such as a draft model in an engine child."""
 
     async def draft(
-        self, prefix: Sequence[int], size: int, *, seed: int | None, temperature: float
+        self,
+        prefix: Sequence[int],
+        size: int,
+        *,
+        seed: int | None,
+        temperature: float,
+        num_steps: int,
     ) -> Draft:
         """Draft at most `size` tokens; with a seed, in the way of a verifier that has it."""
         ...
@@ -192,7 +198,13 @@ class ProposerQueue:
         proposer, size = self.proposer, request.block_size
         if isinstance(proposer, AsyncDrafter):
             seed = request.seed if request.HasField("seed") else None
-            draft = await proposer.draft(prefix, size, seed=seed, temperature=request.temperature)
+            draft = await proposer.draft(
+                prefix,
+                size,
+                seed=seed,
+                temperature=request.temperature,
+                num_steps=request.num_steps,
+            )
         elif isinstance(proposer, NGramProposer) and proposer.unseen(prefix) <= INLINE_TOKENS:
             draft = proposer.propose(prefix, size, request.num_steps)
         else:

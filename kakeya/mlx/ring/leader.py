@@ -164,7 +164,7 @@ class RingModel(MlxModel):
             super().launch_together(states, tokens)
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float
+        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
     ) -> Draft:
         """Raises Unsupported."""
         raise Unsupported("a ring group drafts for no peer: it is slower than a node alone")

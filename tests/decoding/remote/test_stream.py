@@ -142,7 +142,13 @@ class Model:
         self.cancelled = 0
 
     async def draft(
-        self, prefix: Sequence[int], size: int, *, seed: int | None, temperature: float
+        self,
+        prefix: Sequence[int],
+        size: int,
+        *,
+        seed: int | None,
+        temperature: float,
+        num_steps: int,
     ) -> Draft:
         self.asked.append((list(prefix), seed, temperature))
         if len(self.asked) <= self.hanging:

@@ -346,14 +346,14 @@ async def test_after_a_caller_left_mid_draft_the_next_one_still_waits_for_the_th
 
 class FakeDrafter:
     def __init__(self) -> None:
-        self.asked: list[tuple[list[int], int, int | None, float]] = []
+        self.asked: list[tuple[list[int], int, int | None, float, int]] = []
 
-    async def draft(self, prefix, size, *, seed, temperature):
-        self.asked.append((list(prefix), size, seed, temperature))
+    async def draft(self, prefix, size, *, seed, temperature, num_steps):
+        self.asked.append((list(prefix), size, seed, temperature, num_steps))
         return Draft(source="m", tokens=(4,) * size, confidence=(0.5,) * size, forward_passes=size)
 
 
-async def test_an_async_drafter_gets_seed_and_temperature(serve):
+async def test_an_async_drafter_gets_seed_temperature_and_steps(serve):
     drafter = FakeDrafter()
     assert isinstance(drafter, AsyncDrafter)
     assert not isinstance(drafter, Proposer)
@@ -361,8 +361,8 @@ async def test_an_async_drafter_gets_seed_and_temperature(serve):
     response = await stub.ProposeBlock(ask([1], size=2, seed=5, temperature=0.5))
     assert list(response.token_ids) == [4, 4]
     assert response.forward_passes == 2
-    await stub.ProposeBlock(ask([1], size=2))
-    assert drafter.asked == [([1], 2, 5, 0.5), ([1], 2, None, 0.0)]
+    await stub.ProposeBlock(ask([1], size=2, steps=3))
+    assert drafter.asked == [([1], 2, 5, 0.5, 1), ([1], 2, None, 0.0, 3)]
 
 
 async def test_a_long_prefix_goes_to_a_thread_and_gives_the_same_draft(serve):

@@ -46,7 +46,13 @@ class Recording:
         self.callers: list[Caller] = []
 
     async def draft(
-        self, prefix: Sequence[int], size: int, *, seed: int | None, temperature: float
+        self,
+        prefix: Sequence[int],
+        size: int,
+        *,
+        seed: int | None,
+        temperature: float,
+        num_steps: int,
     ) -> Draft:
         self.callers.append(current_caller())
         return Draft(source="m", tokens=(5,) * size, forward_passes=size)

@@ -80,7 +80,13 @@ class RecordingDrafter:
         self.told: set[tuple[int | None, float]] = set()
 
     async def draft(
-        self, prefix: Sequence[int], size: int, *, seed: int | None, temperature: float
+        self,
+        prefix: Sequence[int],
+        size: int,
+        *,
+        seed: int | None,
+        temperature: float,
+        num_steps: int,
     ) -> Draft:
         self.told.add((seed, temperature))
         return Draft(source="m", tokens=(5,) * size, forward_passes=size)
