@@ -86,6 +86,8 @@ class ResidentModel(ModelLife):
         self._patience_s = patience_s
         self._asking = 0
         self._runs = RunTimes()
+        self._told_facts: tuple[ModelFacts, ModelFacts] | None = None
+        """Those of the engine, and those with what real prompts told."""
         self._recent = RecentPrompts(clock.mono())
         self._attempts: WeakSet[Attempt] = WeakSet()
         self._prompts = PromptsInFlight()
@@ -97,6 +99,18 @@ class ResidentModel(ModelLife):
         """Called with the usage of each whole decode."""
 
     # For callers
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """See `ServedModel`; the speed of prompts is that of real ones where the engine has not
+        measured it."""
+        facts, rate = super().facts, self._runs.prefill_per_s
+        if facts is None or facts.prefill_tokens_per_second or not rate:
+            return facts
+        told = self._told_facts
+        if told is None or told[0] is not facts or told[1].prefill_tokens_per_second != rate:
+            told = self._told_facts = facts, replace(facts, prefill_tokens_per_second=rate)
+        return told[1]
 
     @property
     def folder(self) -> Path | None:

@@ -8,6 +8,8 @@ token_times  how long a token takes beside others: a line through what the last 
              those that decode now have seen, and through the speed that the model was measured at
              alone, which weighs as much as one of them; time that went into prompts of others
              meanwhile is not counted
+prefill_per_s  how many tokens of prompts are computed in a second in which any is, beside what else
+             the engine does: a model that never was on a quiet machine has no other measurement
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ KEPT_S = 3600.0
 _KEPT = 128
 _SPEEDS = 16
 """Of so many generations the speed counts."""
+_TOLD_PROMPT_TOKENS = 16
+"""Shorter prompts tell of single steps."""
+_CHANGED = 0.2
+"""A speed within this share of the known one is that one: a card that changes goes to all nodes."""
 _MOST_ROWS = 32
 """Of more generations some stand for all, since an estimate holds up the event loop."""
 _PIECES = 8
@@ -41,6 +47,14 @@ class _Run(NamedTuple):
     prompt_tokens: int
     max_tokens: int
     seconds: float
+
+
+class _PromptSpan(NamedTuple):
+    """From the first piece of a prompt to the first token, in monotonic seconds."""
+
+    began_mono: float
+    ended_mono: float
+    tokens: int
 
 
 class DecodedSpan(NamedTuple):
@@ -85,17 +99,33 @@ class RunTimes:
         self._runs: deque[_Run] = deque(maxlen=_KEPT)
         self._lengths = AnswerLengths()
         self._decoded: deque[DecodedSpan] = deque(maxlen=_KEPT)
+        self._prompts: deque[_PromptSpan] = deque(maxlen=_SPEEDS)
+        self.prefill_per_s = 0.0
+        """Tokens; 0 = not known."""
 
     def add(self, request: DecodeRequest, usage: Usage, now: float) -> None:
         """Note what a whole generation took, from its begin to its last token."""
         run = _Run(now, len(request.token_ids), request.max_tokens, usage.total_s)
         self._runs.append(run)
+        began_mono = now - (usage.total_s - usage.prefill_s)
+        prompt_tokens = len(request.token_ids) - usage.cached_tokens
+        if prompt_tokens >= _TOLD_PROMPT_TOKENS and usage.prefill_s > 0:
+            span = _PromptSpan(began_mono - usage.prefill_s, began_mono, prompt_tokens)
+            self._prompts.append(span)
+            self._note_prefill()
         if made := usage.forwards + usage.accepted:
             tokens = made + 1  # the first one comes from the prompt
             self._lengths.add(tokens, is_whole=tokens < request.max_tokens)
-            began_mono = now - (usage.total_s - usage.prefill_s)
-            prompt_tokens = len(request.token_ids) - usage.cached_tokens
             self._decoded.append(DecodedSpan(began_mono, now, made, prompt_tokens))
+
+    def _note_prefill(self) -> None:
+        busy_s, until_mono = 0.0, -math.inf
+        for one in sorted(self._prompts):
+            busy_s += max(0.0, one.ended_mono - max(one.began_mono, until_mono))
+            until_mono = max(until_mono, one.ended_mono)
+        rate = sum(one.tokens for one in self._prompts) / busy_s
+        if abs(rate - self.prefill_per_s) >= _CHANGED * self.prefill_per_s:
+            self.prefill_per_s = round(rate, 1)
 
     def longest_s(self, request: DecodeRequest, now: float) -> float:
         """The longest of those that are alike, of so many their p99; 0 = there was none."""

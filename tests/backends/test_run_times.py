@@ -100,3 +100,27 @@ def test_requests_that_are_still_to_come_are_like_the_last_ones() -> None:
     one_place = replace(slow, batch_rows=1)
     assert times.left_s([job(0, 1000)], one_place, 0.0, more=1) == pytest.approx(5.0 + 20.0)
     assert past(50, most=50).left_s([], one_place, 0.0, more=2) == pytest.approx(10.0 + 10.0)
+
+
+def test_prompts_that_wait_for_each_other_tell_how_many_tokens_a_second_takes() -> None:
+    times = RunTimes()
+    assert times.prefill_per_s == 0
+    times.add(DecodeRequest(token_ids=[1] * 9, max_tokens=5), Usage(prefill_s=1, total_s=1), 1.0)
+    assert times.prefill_per_s == 0, "a few tokens tell nothing"
+    for ended_s in (2.0, 4.0, 6.0):  # all came at once: each waited for those before
+        request = DecodeRequest(token_ids=[1] * 220, max_tokens=5)
+        usage = Usage(prefill_s=ended_s, total_s=ended_s, cached_tokens=20)
+        times.add(request, usage, ended_s)
+        assert times.prefill_per_s == 100
+
+
+def test_a_speed_of_prompts_that_is_about_the_known_one_is_that_one() -> None:
+    times = RunTimes()
+    for number, seconds in enumerate((1.0, 0.9, 1.1)):
+        usage = Usage(prefill_s=seconds, total_s=seconds)
+        times.add(DecodeRequest(token_ids=[1] * 100, max_tokens=1), usage, 10.0 * (number + 1))
+        assert times.prefill_per_s == 100
+    for number in range(30):
+        usage = Usage(prefill_s=0.5, total_s=0.5)
+        times.add(DecodeRequest(token_ids=[1] * 100, max_tokens=1), usage, 100.0 + number)
+    assert 160 <= times.prefill_per_s <= 200
