@@ -322,6 +322,7 @@ async def test_the_ledger_counts_an_engine_with_its_lease_and_its_idle_kv_once(m
 async def test_a_prompt_longer_than_the_room_of_the_load_gets_more_and_gives_it_back_at_rest(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watch, "REST_S", 3600.0)  # it is not seen at work between two looks
     async with world(model, poll_s=3600.0) as here:
         lease = await attach(here)
         await collect(here.backend, request(token_ids=PROMPT * 20, max_tokens=2))
