@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI, AsyncStream
+from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI, AsyncStream, Timeout
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
@@ -170,8 +170,11 @@ async def openai_loop(
 
 
 def client_of(address: str) -> AsyncOpenAI:
-    """A client that tries once."""
-    return AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0)
+    """A client that tries once. The drill itself may stand still for seconds on a busy machine, and
+    would take that for a server without an answer."""
+    patient = Timeout(600, connect=60)
+    url = f"http://{address}/v1"
+    return AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=patient)
 
 
 async def agent_loop(

@@ -151,6 +151,7 @@ class Services:
             self.models,
             FleetPeers(plane, clock.mono),
             precache,
+            node_id=self.serving_peers.own_id,
             heard=heard,
             clock=clock,
         )

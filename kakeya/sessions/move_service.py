@@ -45,6 +45,8 @@ class SessionMoveService(SessionMoveServiceServicer):
     ) -> pb.TakeSessionResponse:
         """Give a session to the node that a client asked for it."""
         async with errors_end(context):
-            session = self._mover.hand_out(request.session_id, remove=request.remove)
+            session = self._mover.hand_out(
+                request.session_id, taker=request.taker, remove=request.remove
+            )
             return pb.TakeSessionResponse(session=moved_to_wire(session))
         raise AssertionError("abort returned")

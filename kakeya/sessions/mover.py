@@ -15,11 +15,20 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from weakref import WeakValueDictionary
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import Conflict, KakeyaError, NotFound, PeerUnavailable, Refused
+from kakeya.core.errors import (
+    Conflict,
+    DeadlineExceeded,
+    KakeyaError,
+    NotFound,
+    PeerError,
+    PeerUnavailable,
+    Refused,
+)
 from kakeya.core.ids import SessionId
 from kakeya.core.log import event
 from kakeya.core.units import pack_ids
@@ -38,8 +47,17 @@ HEARD_S = 5.0
 READY_S = 30.0
 SETTLE_S = 2.0
 """How long a node that stops waits for sessions with operations that it cut off."""
+HANDED_S = 30.0
+"""How long a session that was handed out is given again to the node that took it."""
 _TRIES = 4
 _AGAIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    session: MovedSession
+    taker: str
+    until_mono: float
 
 
 class SessionMover:
@@ -53,6 +71,7 @@ class SessionMover:
         peers: SessionPeers,
         precache: Precache,
         *,
+        node_id: str,
         heard: Callable[[], Awaitable[object]],
         clock: Clock,
     ) -> None:
@@ -61,6 +80,7 @@ class SessionMover:
         self._models = models
         self._peers = peers
         self._precache = precache
+        self._node_id = node_id
         self._heard = heard
         self._clock = clock
         self._is_leaving = False
@@ -70,6 +90,7 @@ class SessionMover:
         self._is_closed = False
         self._places: dict[str, SessionPeer] = {}
         """The peers that sessions were given to, by the ids of these."""
+        self._handed: dict[str, _Handed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         store.on_idle = self._idle
@@ -224,13 +245,21 @@ class SessionMover:
         )
         return (await self._precache.warm(claim, tokens)).warmed
 
-    def hand_out(self, session_id: str, *, remove: bool) -> MovedSession:
-        """The session that another node asks for. Raises NotFound, Conflict while an operation runs
-        on it, InvariantBroken for one that failed."""
+    def hand_out(self, session_id: str, *, taker: str = "", remove: bool = False) -> MovedSession:
+        """The session that another node asks for. With `remove` it is there from now on, and that
+        node may ask once more, since an answer can be lost. Raises NotFound, Conflict while an
+        operation runs on it, InvariantBroken for one that failed."""
+        now = self._clock.mono()
+        self._handed = {k: one for k, one in self._handed.items() if now < one.until_mono}
+        if self._store.find(session_id) is None and remove and taker:
+            handed = self._handed.get(session_id)
+            if handed is not None and handed.taker == taker:
+                return handed.session
         with self._store.operation(session_id, MOVING) as session:
             moved = self._moved(session)
             if remove:
                 self._store.forget(session)
+                self._handed[session_id] = _Handed(moved, taker, now + HANDED_S)
         return moved
 
     async def bring(self, session_id: str) -> None:
@@ -278,30 +307,34 @@ class SessionMover:
             if found:
                 # Where the answer to a gift was lost, two nodes have it, and one of them went on.
                 peer, moved = min(found, key=lambda one: one[1].idle_s)
-                await self._take(peer, moved)
-                return
+                if await self._is_taken(peer, moved):
+                    return
             busy = next((one for one in answers if isinstance(one, Conflict)), None)
-            if busy is None:
+            if busy is None and not found:
                 return
             if not left:
-                raise busy
+                raise busy or Conflict(f"session {session_id} is on its way to another node")
             await self._clock.sleep(_AGAIN_S)
 
     async def _look(
         self, peer: SessionPeer, session_id: str
     ) -> tuple[SessionPeer, MovedSession] | KakeyaError:
         try:
-            return peer, await peer.take(session_id, remove=False)
+            return peer, await peer.take(session_id)
         except KakeyaError as failure:
             return failure
 
-    async def _take(self, peer: SessionPeer, moved: MovedSession) -> None:
-        """Take a session from a peer, once it is sure that it can be here."""
+    async def _is_taken(self, peer: SessionPeer, moved: MovedSession) -> bool:
+        """Take a session from a peer, once it is sure that it can be here; False = the peer has it
+        no more, another node was faster."""
         model = self._models.get(moved.model_id, moved.client)
         facts = await model.ready(READY_S)
         self._store.check_room()
         # What it has now: an operation may have run on it meanwhile.
-        moved = await peer.take(moved.session_id, remove=True)
+        try:
+            moved = await self._removed(peer, moved.session_id)
+        except NotFound:
+            return False
         self._store.adopt(moved, model, facts)
         event(
             _log,
@@ -310,6 +343,17 @@ class SessionMover:
             node=peer.name,
             tokens=len(moved.history),
         )
+        return True
+
+    async def _removed(self, peer: SessionPeer, session_id: str) -> MovedSession:
+        for left in reversed(range(_TRIES)):
+            try:
+                return await peer.take(session_id, taker=self._node_id, remove=True)
+            except (PeerError, DeadlineExceeded):  # it may have been handed out
+                if not left:
+                    raise
+                await self._clock.sleep(_AGAIN_S)
+        raise AssertionError("the last try returned or raised")
 
 
 def _weights(own: QuotedModel | None) -> str:

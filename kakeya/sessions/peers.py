@@ -46,7 +46,7 @@ class SessionPeer(Protocol):
         """Have it fetch or compute the KV of a session that was given to it."""
         ...
 
-    async def take(self, session_id: str, *, remove: bool) -> MovedSession:
+    async def take(self, session_id: str, *, taker: str = "", remove: bool = False) -> MovedSession:
         """Get a session of it, which it then has no more with `remove`."""
         ...
 
@@ -84,10 +84,10 @@ class RemotePeer:
             reply = await self._stub.WarmSession(request, timeout=WARM_S)
         return Warmed(cached=reply.cached_tokens, computed=reply.computed_tokens)
 
-    async def take(self, session_id: str, *, remove: bool) -> MovedSession:
+    async def take(self, session_id: str, *, taker: str = "", remove: bool = False) -> MovedSession:
         """See `SessionPeer`."""
         with calling(self.name):
-            request = pb.TakeSessionRequest(session_id=session_id, remove=remove)
+            request = pb.TakeSessionRequest(session_id=session_id, taker=taker, remove=remove)
             return moved_from_wire((await self._stub.TakeSession(request, timeout=MOVE_S)).session)
 
 

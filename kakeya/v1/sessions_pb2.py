@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kakeya/v1/sessions.proto\x12\tkakeya.v1\"\xaa\x01\n\x0cMovedSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x16\n\x0etoken_ids_le32\x18\x06 \x01(\x0c\x12\x14\n\x0cidle_seconds\x18\x07 \x01(\x01\x12\x0f\n\x07weights\x18\x08 \x01(\t\">\n\x12GiveSessionRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.kakeya.v1.MovedSession\"\x15\n\x13GiveSessionResponse\"(\n\x12WarmSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"E\n\x13WarmSessionResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x04\"8\n\x12TakeSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06remove\x18\x02 \x01(\x08\"?\n\x13TakeSessionResponse\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.kakeya.v1.MovedSession2\xfe\x01\n\x12SessionMoveService\x12L\n\x0bGiveSession\x12\x1d.kakeya.v1.GiveSessionRequest\x1a\x1e.kakeya.v1.GiveSessionResponse\x12L\n\x0bWarmSession\x12\x1d.kakeya.v1.WarmSessionRequest\x1a\x1e.kakeya.v1.WarmSessionResponse\x12L\n\x0bTakeSession\x12\x1d.kakeya.v1.TakeSessionRequest\x1a\x1e.kakeya.v1.TakeSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kakeya/v1/sessions.proto\x12\tkakeya.v1\"\xaa\x01\n\x0cMovedSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x16\n\x0etoken_ids_le32\x18\x06 \x01(\x0c\x12\x14\n\x0cidle_seconds\x18\x07 \x01(\x01\x12\x0f\n\x07weights\x18\x08 \x01(\t\">\n\x12GiveSessionRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.kakeya.v1.MovedSession\"\x15\n\x13GiveSessionResponse\"(\n\x12WarmSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"E\n\x13WarmSessionResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x04\"G\n\x12TakeSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06remove\x18\x02 \x01(\x08\x12\r\n\x05taker\x18\x03 \x01(\t\"?\n\x13TakeSessionResponse\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.kakeya.v1.MovedSession2\xfe\x01\n\x12SessionMoveService\x12L\n\x0bGiveSession\x12\x1d.kakeya.v1.GiveSessionRequest\x1a\x1e.kakeya.v1.GiveSessionResponse\x12L\n\x0bWarmSession\x12\x1d.kakeya.v1.WarmSessionRequest\x1a\x1e.kakeya.v1.WarmSessionResponse\x12L\n\x0bTakeSession\x12\x1d.kakeya.v1.TakeSessionRequest\x1a\x1e.kakeya.v1.TakeSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,9 +42,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WARMSESSIONRESPONSE']._serialized_start=341
   _globals['_WARMSESSIONRESPONSE']._serialized_end=410
   _globals['_TAKESESSIONREQUEST']._serialized_start=412
-  _globals['_TAKESESSIONREQUEST']._serialized_end=468
-  _globals['_TAKESESSIONRESPONSE']._serialized_start=470
-  _globals['_TAKESESSIONRESPONSE']._serialized_end=533
-  _globals['_SESSIONMOVESERVICE']._serialized_start=536
-  _globals['_SESSIONMOVESERVICE']._serialized_end=790
+  _globals['_TAKESESSIONREQUEST']._serialized_end=483
+  _globals['_TAKESESSIONRESPONSE']._serialized_start=485
+  _globals['_TAKESESSIONRESPONSE']._serialized_end=548
+  _globals['_SESSIONMOVESERVICE']._serialized_start=551
+  _globals['_SESSIONMOVESERVICE']._serialized_end=805
 # @@protoc_insertion_point(module_scope)

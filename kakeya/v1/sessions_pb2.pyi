@@ -147,18 +147,22 @@ class TakeSessionRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     REMOVE_FIELD_NUMBER: _builtins.int
+    TAKER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     remove: _builtins.bool
     """It is at the other node from now on."""
+    taker: _builtins.str
+    """The node that asks, which may ask once more where the answer to `remove` was lost."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         remove: _builtins.bool = ...,
+        taker: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["remove", b"remove", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remove", b"remove", "session_id", b"session_id", "taker", b"taker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

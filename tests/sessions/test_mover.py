@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kakeya.core.clock import SystemClock
-from kakeya.core.errors import Conflict, NotFound, PeerUnavailable, Refused
+from kakeya.core.errors import (
+    Conflict,
+    DeadlineExceeded,
+    KakeyaError,
+    NotFound,
+    PeerUnavailable,
+    Refused,
+)
 from kakeya.prefix.seam import NoPrecache, PrefixClaim, TokenSource, Warmed, WarmOutcome, WarmReport
 from kakeya.sessions.client import Client
 from kakeya.sessions.move_service import SessionMoveService
@@ -87,6 +94,7 @@ class Place:
             self.models,
             self.peers,
             self.precache,
+            node_id=str(number),
             heard=lambda: asyncio.sleep(0),
             clock=self.clock,
         )
@@ -114,9 +122,10 @@ class Reached:
     async def warm(self, session_id: str) -> Warmed:
         return await self._place.mover.warm(session_id)
 
-    async def take(self, session_id: str, *, remove: bool) -> MovedSession:
+    async def take(self, session_id: str, *, taker: str = "", remove: bool = False) -> MovedSession:
         await asyncio.sleep(0)
-        return moved_from_wire(moved_to_wire(self._place.mover.hand_out(session_id, remove=remove)))
+        moved = self._place.mover.hand_out(session_id, taker=taker, remove=remove)
+        return moved_from_wire(moved_to_wire(moved))
 
 
 @dataclass
@@ -289,8 +298,10 @@ async def test_a_client_that_leaves_while_its_session_is_on_its_way_loses_nothin
     has_left, arrives = asyncio.Event(), asyncio.Event()
 
     class Slow(Reached):
-        async def take(self, session_id: str, *, remove: bool) -> MovedSession:
-            moved = await super().take(session_id, remove=remove)
+        async def take(
+            self, session_id: str, *, taker: str = "", remove: bool = False
+        ) -> MovedSession:
+            moved = await super().take(session_id, taker=taker, remove=remove)
             if remove:
                 has_left.set()
                 await arrives.wait()
@@ -307,6 +318,47 @@ async def test_a_client_that_leaves_while_its_session_is_on_its_way_loses_nothin
     assert not old.store.sessions()
 
 
+@pytest.mark.parametrize("failure", [PeerUnavailable, DeadlineExceeded])
+async def test_a_lost_answer_loses_no_session(failure: type[KakeyaError]) -> None:
+    old, new, other = Place(1), Place(2), Place(3)
+    session = opened(old)
+
+    class Lossy(Reached):
+        lost = 0
+
+        async def take(
+            self, session_id: str, *, taker: str = "", remove: bool = False
+        ) -> MovedSession:
+            moved = await super().take(session_id, taker=taker, remove=remove)
+            if remove and not self.lost:
+                self.lost += 1
+                raise failure("the answer is lost")
+            return moved
+
+    new.peers.nodes = [Lossy(old)]
+    await new.mover.bring(session.session_id)
+    assert list(new.store.get(session.session_id).history) == PROMPT
+    assert not old.store.sessions()
+    with pytest.raises(NotFound):  # it was handed to one node
+        await Reached(old).take(session.session_id, taker="3", remove=True)
+    # And is handed to another one, once it was back.
+    old.peers.nodes, other.peers.nodes = [Reached(new)], [Reached(old)]
+    await old.mover.bring(session.session_id)
+    await other.mover.bring(session.session_id)
+    assert [len(place.store.sessions()) for place in (old, new, other)] == [0, 0, 1]
+
+
+async def test_two_nodes_that_are_asked_for_a_session_at_once_have_it_one_after_the_other() -> None:
+    old, first, second = Place(1), Place(2), Place(3)
+    session = opened(old)
+    first.peers.nodes = [Reached(old), Reached(second)]
+    second.peers.nodes = [Reached(old), Reached(first)]
+    await asyncio.gather(
+        first.mover.bring(session.session_id), second.mover.bring(session.session_id)
+    )
+    assert sum(len(place.store.sessions()) for place in (old, first, second)) == 1
+
+
 async def test_the_idle_time_of_a_session_goes_on_at_another_node() -> None:
     old, new = Place(1), Place(2)
     session = opened(old)
@@ -319,7 +371,7 @@ async def test_the_idle_time_of_a_session_goes_on_at_another_node() -> None:
 async def test_of_two_nodes_with_a_session_the_one_that_went_on_with_it_is_asked() -> None:
     stale, fresh, new = Place(1), Place(2), Place(3)
     session = opened(stale)
-    await Reached(fresh).give(stale.mover.hand_out(session.session_id, remove=False))
+    await Reached(fresh).give(stale.mover.hand_out(session.session_id))
     session.used_mono -= 60
     with fresh.store.operation(session.session_id, "AppendTokens") as there:
         there.append(MORE)
@@ -345,7 +397,7 @@ async def test_what_is_no_id_of_a_session_is_asked_of_no_node() -> None:
     class Unasked:
         name = address = "unasked"
 
-        async def take(self, session_id: str, *, remove: bool) -> MovedSession:
+        async def take(self, session_id: str) -> MovedSession:
             raise AssertionError(session_id)
 
     place.peers.nodes = [Unasked()]  # type: ignore[list-item]
