@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from kakeya.adapters.config import AdapterConfig
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.child import Child, ChildClient, engine_client
-from kakeya.backends.engine.engine import EngineOptions
+from kakeya.backends.engine.engine import EngineOptions, OtherRanks
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, Command
 from kakeya.backends.llama.archive import SlotArchive
 from kakeya.backends.llama.client import llama_client
@@ -23,7 +24,7 @@ from kakeya.backends.llama.find import find_server, missing_server
 from kakeya.backends.llama.plan import LLAMA_OPTIONS, MAX_STEP_S, plan_of
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.clock import Clock
-from kakeya.core.errors import ConfigError, NotFound
+from kakeya.core.errors import ConfigError, Conflict, NotFound
 from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.log import event
 from kakeya.generation.config import WAIT_S
@@ -43,13 +44,15 @@ EngineCommand = Callable[[ModelSpec, str], Command]
 
 class EngineRecipe(NamedTuple):
     """How the engine of a model is made. `most_running` bounds its sequences, `max_step_s` its
-    steps, 0 = as configured; `kv_bytes` are taken at the start, None = they grow."""
+    steps, 0 = as configured; `kv_bytes` are taken at the start, None = they grow; `others` are as
+    of an `EngineSpec`."""
 
     command: Command
     client: Callable[[Child], ChildClient] = engine_client
     most_running: int = 0
     kv_bytes: int | None = None
     max_step_s: float = 0.0
+    others: Callable[[], AbstractAsyncContextManager[OtherRanks]] | None = None
 
 
 def _on_backend(spec: ModelSpec, resolved: str | None) -> ModelSpec:
@@ -125,7 +128,7 @@ def engine_command(
                 *common,
                 *keys,
                 *known,
-                *(slots if spec.role is ModelRole.VERIFIER else ()),
+                *(spec.ring or (slots if spec.role is ModelRole.VERIFIER else ())),
                 *(("--encodes",) if spec.role is ModelRole.EMBEDDER else ()),
             )
 
@@ -182,6 +185,9 @@ class Engines:
         self.sources = {spec.model_id: resolve(spec) for spec in specs if not spec.is_ngram}
         """Model id -> its folder, GGUF file or Hugging Face id, for models with an engine."""
         self._specs = tuple(_on_backend(spec, self.sources.get(spec.model_id)) for spec in specs)
+        self._command = command
+        self._memory = memory
+        self._patience_s = patience_s
         engines = [spec for spec in self._specs if not spec.is_ngram]
         self.archive = SlotArchive()
         """The KV of conversations with GGUF models, which outlives their servers."""
@@ -193,12 +199,7 @@ class Engines:
             else EngineRecipe(command(spec, self.sources[spec.model_id]))
             for spec in engines
         }
-        self._models = {
-            spec.model_id: ResidentModel(
-                spec, memory, clock=clock, on_change=self._changed, patience_s=patience_s
-            )
-            for spec in engines
-        }
+        self._models = {spec.model_id: self._model(spec) for spec in engines}
 
     async def prepare(self) -> None:
         """Make an empty folder for the sockets."""
@@ -226,11 +227,34 @@ class Engines:
             model_id,
             recipe.command,
             client=recipe.client,
+            others=recipe.others,
             options=replace(options, max_running=rows, max_step_s=step_s),
             clock=self._clock,
             on_change=lambda _: model.engine_changed(),
             runtime_dir=self._sockets,
         )
+
+    def add_group(
+        self, spec: ModelSpec, others: Callable[[], AbstractAsyncContextManager[OtherRanks]]
+    ) -> ResidentModel:
+        """Add a model whose engine is rank 0 of a ring group. Raises ConfigError for files that
+        are not here, Conflict for the id of another model."""
+        if any(spec.model_id == one.model_id for one in self._specs):
+            raise Conflict(f"this node serves a model {spec.model_id!r} already; give another name")
+        folder = resolve(spec)
+        self._recipes[spec.model_id] = EngineRecipe(self._command(spec, folder), others=others)
+        self.sources[spec.model_id] = folder
+        self._specs = (*self._specs, spec)
+        self._models[spec.model_id] = self._model(spec)
+        return self._models[spec.model_id]
+
+    def remove_group(self, model_id: str) -> None:
+        """Forget a model of `add_group`, which is not in memory."""
+        self._specs = tuple(one for one in self._specs if one.model_id != model_id)
+        self._recipes.pop(model_id, None)
+        self.sources.pop(model_id, None)
+        self._models.pop(model_id, None)
+        self._on_change()
 
     @property
     def fixed_kv_bytes(self) -> Mapping[str, int]:
@@ -289,6 +313,15 @@ class Engines:
             (model.role, model.model_id)
             for model in self._models.values()
             if model.facts is None and model.role is not ModelRole.PROPOSER and model.can_serve
+        )
+
+    def _model(self, spec: ModelSpec) -> ResidentModel:
+        return ResidentModel(
+            spec,
+            self._memory,
+            clock=self._clock,
+            on_change=self._changed,
+            patience_s=self._patience_s,
         )
 
     def _changed(self, model: ResidentModel) -> None:

@@ -24,7 +24,8 @@ class ModelSizes:
     def __init__(self, data_dir: Path) -> None:
         self._file = SizeFile(data_dir)
         self.history = SizeHistory()
-        self.by_id: Mapping[str, LeaseSize] = MappingProxyType({})
+        self._by_id: dict[str, LeaseSize] = {}
+        self.by_id: Mapping[str, LeaseSize] = MappingProxyType(self._by_id)
 
     async def load(self) -> None:
         """Read what was measured in earlier runs."""
@@ -43,7 +44,7 @@ class ModelSizes:
         fixed_kv_bytes: Mapping[str, int],
     ) -> None:
         """Size the lease of each model. Raises as `lease_sizes`."""
-        self.by_id = await asyncio.to_thread(
+        found = await asyncio.to_thread(
             lease_sizes,
             sources,
             budget,
@@ -53,6 +54,15 @@ class ModelSizes:
             fixed_kv_bytes=fixed_kv_bytes,
             platform=sys.platform,
         )
+        self._by_id.update(found)
+
+    def add(self, model_id: str, size: LeaseSize) -> None:
+        """Size one more model."""
+        self._by_id[model_id] = size
+
+    def remove(self, model_id: str) -> None:
+        """Forget the size of a model."""
+        self._by_id.pop(model_id, None)
 
     def lease_bytes(self, model_id: str) -> int:
         """The lease of a model. Raises NotFound."""

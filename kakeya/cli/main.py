@@ -28,16 +28,15 @@ from kakeya.cli import jobs as job_cli
 from kakeya.cli import keys as key_cli
 from kakeya.cli import models as model_cli
 from kakeya.cli import ring as ring_cli
+from kakeya.cli import ring_groups
 from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.leases import commands as lease_cli
-from kakeya.cli.node_api import NodeApi, find_node
+from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.generation.caller import PRIORITIES
 
 _WATCH_S = 1.0
-KEY_VARIABLE = "KAKEYA_API_KEY"
-"""The API key that the command line sends."""
 DOCTOR = "find faults of this node, its peers and the network between them"
 
 
@@ -78,6 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         model_cli.run,
         cache_cli.run,
         key_cli.run,
+        ring_groups.run,
         connect_cli.run,
     ):
         status = run(options)
@@ -139,8 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     cache_cli.add_parsers(commands)
     lease_cli.add_parsers(commands)
     key_cli.add_parsers(commands)
-    connect_cli.add_parsers(commands)
     ring_cli.add_parsers(commands)
+    connect_cli.add_parsers(commands)
     doctor = commands.add_parser(
         "doctor",
         help=DOCTOR,

@@ -18,6 +18,8 @@ from kakeya.node.datadir import find_running
 _ANSWER_S = 10.0
 _STREAM_S = 600.0
 _WAITS = b": waiting: "
+KEY_VARIABLE = "KAKEYA_API_KEY"
+"""The API key that the command line sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""`kakeya ring`: groups of nodes that serve one model together. `plan` starts nothing."""
+"""`kakeya ring`: groups of nodes that serve one model together. `plan` starts nothing; the other
+verbs are in `ring_groups`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
+from kakeya.cli import ring_groups
 from kakeya.cli.data_dir import add_data_dir
 from kakeya.cli.node_api import NodeApi
 
@@ -33,6 +36,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     plan.add_argument("--node", default="", metavar="HOST:PORT", help="HTTP address of a node")
     add_data_dir(plan)
     plan.add_argument("--json", action="store_true", help="print JSON")
+    ring_groups.add_verbs(verbs)
 
 
 def run(node: NodeApi, options: argparse.Namespace) -> int:

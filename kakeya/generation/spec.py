@@ -57,12 +57,14 @@ _CATEGORY_OF = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One model to serve: the name that callers use, its source as configured, its role, and its
-    manifest as the node was started with it."""
+    manifest as the node was started with it. `ring` are the flags of its ranks, () = one process
+    holds it."""
 
     model_id: str
     source: str
     role: ModelRole
     manifest: Manifest = NO_MANIFEST
+    ring: tuple[str, ...] = ()
 
     @property
     def category(self) -> Category:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import random
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,10 @@ from kakeya.backends.awake import StayAwake
 from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
 from kakeya.backends.relay.relays import Relays
+from kakeya.backends.resident import ResidentModel
+from kakeya.backends.ring.calls import RingPeers
+from kakeya.backends.ring.groups import RingGroups
+from kakeya.backends.ring.host import RankHost
 from kakeya.config.config import NodeConfig, manifests_of, read_again
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
@@ -90,6 +95,7 @@ class Agent:
         self, config: NodeConfig, command: EngineCommand, home: DataDir, port: socket | None = None
     ) -> None:
         self._port = port
+        self._command = command
         self._config = config
         self._home = home
         self._folder = config.data_dir
@@ -117,6 +123,7 @@ class Agent:
         )
         self._engines = self._memory.engines
         self._relays = Relays(config.backends, self._clock)
+        self._group_seat: Callable[[], str] = lambda: ""
         self._awake = StayAwake(config.chosen.awake, clock=self._clock)
 
     async def __aenter__(self) -> Self:
@@ -195,6 +202,11 @@ class Agent:
             self._engines.of_role(ModelRole.EMBEDDER),
             tuple(self._memory.images.by_id.values()),
         )
+        self._rings = self._ring_groups()
+        self._group_seat = lambda: self._rings.ring_address
+        await self._rings.restore()
+        self._engines.follow(self._rings.model_changed)
+        stack.push_async_callback(self._rings.aclose)
         ahead = node_precache(
             self._config.precache, self._models, self._memory, self._pages, self._clock, self._rng
         )
@@ -219,6 +231,7 @@ class Agent:
             self._pages,
             self._precache,
             self._weights,
+            self._rings,
             data_dir=self._folder,
             wait_s=self._config.chosen.wait_s,
             resume_bytes=self._config.listen.http_resume_bytes,
@@ -243,6 +256,7 @@ class Agent:
         # Until the own models are loaded, peers answer: none is known before the first round.
         await sleep_or_wake(self._clock, _HEARD_S, self._heard)
         self._http = await stack.enter_async_context(self._serve_http())
+        self._rings.start(self._tasks)
         self._jobs.start(self._tasks)
         self._services.start(self._tasks, self._changed.set)
         self._weights.start(self._tasks)
@@ -323,6 +337,26 @@ class Agent:
                 problem=problem.message,
             )
 
+    def _ring_groups(self) -> RingGroups:
+        peers = RingPeers(self._plane, self._clock)
+        sockets = sockets_folder(self._folder)
+        host = RankHost(
+            self._memory.arbiter,
+            self._command,
+            sockets,
+            label=lambda: peers.own_label,
+            on_change=self._changed.set,
+        )
+        home = self._memory.group_home()
+        home.opened, home.closed = self._group_opened, self._models.remove
+        return RingGroups(
+            home, peers, host, folder=self._folder, sockets=sockets, clock=self._clock
+        )
+
+    def _group_opened(self, model: ResidentModel) -> None:
+        model.on_usage = self._suspect_failed_drafters
+        self._models.add(model)
+
     def _serve_http(self) -> AbstractAsyncContextManager[HttpServer]:
         overview = Overview(
             http=self.http,
@@ -336,6 +370,7 @@ class Agent:
             services=self._services,
             weights=self._weights,
             jobs=self._jobs,
+            rings=self._rings,
             listeners=self._listeners,
             health=self._health,
             keeper=self._keeper,
@@ -382,7 +417,7 @@ class Agent:
             grpc_address=reach.advertised,
             endpoints=reach.endpoints,
             is_authority=self._is_authority,
-            ring_address=self._ring_address,
+            ring_address=self._ring_address or self._group_seat(),
             platform=platform_name(),
             unified_memory_bytes=unified_memory_bytes(),
             ttl_s=self._config.fleet.ttl_s,
@@ -432,6 +467,7 @@ class Agent:
             self._incarnation = incarnation
             self._keeper.poke()
         self._services.declared_copies.fleet_changed()
+        self._rings.fleet_changed()
         if self._reach.settle_round_trips():
             self._changed.set()
         self._namesake.look()

@@ -29,6 +29,14 @@ class VerifierDirectory:
         self._images = tuple(images)
         self._adapters = adapters
 
+    def add(self, model: ResidentModel) -> None:
+        """Serve one more verifier: a ring group."""
+        self._verifiers = (*self._verifiers, model)
+
+    def remove(self, model: ResidentModel) -> None:
+        """Serve a verifier no more."""
+        self._verifiers = tuple(one for one in self._verifiers if one is not model)
+
     def get(self, model_id: str, client: str = "") -> ResidentModel | AdaptedModel:
         """Find a verifier; "" is the default, BASE:NAME a verifier with an adapter.
 

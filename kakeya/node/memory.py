@@ -33,6 +33,7 @@ from kakeya.backends.model_life import DRAFT, EMBED, TEXT
 from kakeya.backends.model_sizes import ModelSizes
 from kakeya.backends.preloads import Preloads
 from kakeya.backends.resident import ResidentModel
+from kakeya.backends.ring.home import GroupHome
 from kakeya.backends.ring.own_share import OwnShare
 from kakeya.backends.sizes import check_named, check_pinned, node_budget
 from kakeya.core.clock import Clock
@@ -207,6 +208,10 @@ class NodeMemory:
         tasks.start("model sizes", self._keeper.run)
         if self._reports:
             tasks.start("memory profile", self._read_reports)
+
+    def group_home(self) -> GroupHome:
+        """Where ring groups become models of this node."""
+        return GroupHome(self.engines, self._sizes, self.arbiter, self._clock)
 
     @property
     def profile(self) -> Profile:

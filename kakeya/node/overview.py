@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kakeya.backends.relay.relays import Relays
+from kakeya.backends.ring.groups import RingGroups
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure, Json, counter
 from kakeya.core.tasks import TaskHealth
@@ -40,6 +41,7 @@ class Overview:
     services: Services
     weights: NodeWeights
     jobs: JobQueue
+    rings: RingGroups
     listeners: Listeners
     health: NodeHealth
     keeper: StateWriter[NodeState]
@@ -53,6 +55,7 @@ class Overview:
         told["images"] = [one.status() for one in self.memory.images.by_id.values()]
         told |= {"jobs": self.jobs.status(), "backends": self.relays.status()}
         told["weights"] = self.weights.status()
+        told["rings"] = self.rings.overview()
         told["routes"] = self.services.routes.status() | {"for_peers": self.services.served}
         return describe(self._view()) | told
 

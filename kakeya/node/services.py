@@ -14,7 +14,9 @@ from grpc_health.v1 import health_pb2_grpc
 from kakeya.adapters.service import AdapterService
 from kakeya.backends.relay.relays import Relays
 from kakeya.backends.resident import ResidentModel
+from kakeya.backends.ring.groups import RingGroups
 from kakeya.backends.ring.own_share import OwnShare
+from kakeya.backends.ring.service import RingService
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict
 from kakeya.core.ids import NGRAM
@@ -58,6 +60,7 @@ from kakeya.v1.drafts_pb2_grpc import add_DraftStreamServiceServicer_to_server
 from kakeya.v1.fleet_pb2_grpc import add_ControlServiceServicer_to_server
 from kakeya.v1.precache_pb2_grpc import add_PrecacheServiceServicer_to_server
 from kakeya.v1.relay_pb2_grpc import add_RelayServiceServicer_to_server
+from kakeya.v1.ring_pb2_grpc import add_RingServiceServicer_to_server
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.v1.serving_pb2_grpc import add_ServingServiceServicer_to_server
 from kakeya.v1.sessions_pb2_grpc import add_SessionMoveServiceServicer_to_server
@@ -83,6 +86,7 @@ class Services:
         pages: NodePages,
         precache: NodePrecache,
         weights: NodeWeights,
+        rings: RingGroups,
         *,
         data_dir: Path,
         wait_s: float,
@@ -156,6 +160,7 @@ class Services:
             clock=clock,
         )
         self._moves = SessionMoveService(self.mover)
+        self._rings = RingService(rings)
         self.runtime = RuntimeService(
             models=self.models,
             drafts=self.drafts,
@@ -218,6 +223,7 @@ class Services:
         self._weights.register(server)
         add_RuntimeServiceServicer_to_server(self.runtime, server)
         add_SessionMoveServiceServicer_to_server(self._moves, server)
+        add_RingServiceServicer_to_server(self._rings, server)
         add_ServingServiceServicer_to_server(self._serving, server)
         add_RelayServiceServicer_to_server(self._relay, server)
         add_PrecacheServiceServicer_to_server(self._precache, server)
@@ -244,6 +250,7 @@ class Services:
         self.runtime.drain(reason)
         self._serving.drain(reason)
         self._relay.drain(reason)
+        self._rings.drain(reason)
         self._streams.drain()
         self._plane.watches.drain()
         self.peers.drain()

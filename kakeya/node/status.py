@@ -248,6 +248,7 @@ def _card(card: Card, view: NodeView, *, is_own: bool) -> Json:
         "skew_s": view.fleet.skews.get(card.node_id),
         "is_authority": card.is_authority,
         "is_careful": card.is_careful,
+        "ring_address": card.ring_address,
         "protocol": [card.protocol_min, card.protocol_max],
         "platform": card.platform,
         "memory_bytes": card.unified_memory_bytes,

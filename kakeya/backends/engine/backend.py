@@ -14,7 +14,7 @@ from typing import Self
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.child import Child, ChildClient, engine_client
 from kakeya.backends.engine.client import EngineMemoryLimits
-from kakeya.backends.engine.engine import Engine, EngineOptions, EngineSpec
+from kakeya.backends.engine.engine import Engine, EngineOptions, EngineSpec, OtherRanks
 from kakeya.backends.engine.life import EngineLife
 from kakeya.backends.engine.process import Command
 from kakeya.core.clock import Clock, SystemClock
@@ -52,6 +52,7 @@ class EngineBackend(EngineLife):
         clock: Clock | None = None,
         runtime_dir: Path | None = None,
         env: Mapping[str, str] | None = None,
+        others: Callable[[], AbstractAsyncContextManager[OtherRanks]] | None = None,
         on_change: Callable[[ServedModel], None] = lambda _: None,
     ) -> None:
         super().__init__(
@@ -61,6 +62,7 @@ class EngineBackend(EngineLife):
                 client=client,
                 runtime_dir=runtime_dir,
                 env=env,
+                others=others,
             ),
             options or EngineOptions(),
             clock=clock or SystemClock(),

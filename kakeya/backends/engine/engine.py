@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -99,13 +100,31 @@ class Engine:
         return self.client.decode(request, self.decode_timeout_s, offer)
 
 
+class OtherRanks(Protocol):
+    """The other ranks of a ring group, which lie on other nodes, while the child is rank 0."""
+
+    def env(self) -> Mapping[str, str]:
+        """The environment of the child."""
+        ...
+
+    async def check(self, client: ChildClient) -> None:
+        """Decide whether a group that is loaded may serve. Raises KakeyaError."""
+        ...
+
+    async def lost(self) -> str:
+        """Wait until the group cannot go on; the reason completes "because it ..."."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """The child to run, and what makes its client. `env` None = the agent's, `runtime_dir` None =
-    the system's default."""
+    the system's default. `others` forms a ring group around each child, None = it runs alone; what
+    that raises gives the model up."""
 
     model_id: str
     command: Command
     client: Callable[[Child], ChildClient] = engine_client
     runtime_dir: Path | None = None
     env: Mapping[str, str] | None = None
+    others: Callable[[], AbstractAsyncContextManager[OtherRanks]] | None = None

@@ -13,11 +13,19 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from kakeya.backends.engine.child import Child, ChildClient
 from kakeya.backends.engine.client import EngineMemoryLimits
-from kakeya.backends.engine.engine import Engine, EngineOptions, EngineSpec, KvSource, NoKvSource
+from kakeya.backends.engine.engine import (
+    Engine,
+    EngineOptions,
+    EngineSpec,
+    KvSource,
+    NoKvSource,
+    OtherRanks,
+)
 from kakeya.backends.engine.process import EngineProcess, SocketFolder
 from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn
 from kakeya.backends.gate import Gate
@@ -40,6 +48,8 @@ LOG_EVERY_S = 10.0
 CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
+ALONE_S = 1.0
+"""For so long a child lives without the other ranks of its group."""
 EXIT_NOTICE_S = 0.25
 """How long to wait for an exit: a killed child breaks its streams a moment before."""
 
@@ -188,8 +198,20 @@ class EngineLife:
     async def _run_engine(self, socket: Path) -> Plan:
         """Run one child from its spawn to its end and decide what follows."""
         self.began_mono = self._clock.mono()
+        if self._spec.others is None:
+            return await self._run_child(socket, None)
+        async with AsyncExitStack() as stack:
+            try:
+                others = await stack.enter_async_context(self._spec.others())
+            except KakeyaError as refusal:
+                self._move(ModelState.FAILED, refusal.message)
+                return GiveUp(reason=refusal.message)
+            return await self._run_child(socket, others)
+
+    async def _run_child(self, socket: Path, others: OtherRanks | None) -> Plan:
+        env = self._spec.env if others is None else others.env()
         process = await EngineProcess.start(
-            self.model_id, self._spec.command, socket, self._spec.env, self._loads
+            self.model_id, self._spec.command, socket, env, self._loads
         )
         client = self._spec.client(
             Child(
@@ -206,7 +228,9 @@ class EngineLife:
         self.on_work()
         self._process = process
         self._is_asked_to_end = False
-        watch = asyncio.create_task(self._attend(process, client), name=f"attend {self.model_id}")
+        watches = [asyncio.create_task(self._attend(process, client, others))]
+        if others is not None:
+            watches.append(asyncio.create_task(_end_with(others, process)))
         try:
             ended = await process.exited()
             return self._after_exit(ended)
@@ -215,8 +239,9 @@ class EngineLife:
             self.engine = None
             self.progress = None
             self._process = None
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
             try:
                 if serves:
                     await client.keep(self.options.keep_s)
@@ -246,10 +271,14 @@ class EngineLife:
                 self._move(ModelState.FAILED, plan.reason)
         return plan
 
-    async def _attend(self, process: EngineProcess, client: ChildClient) -> None:
+    async def _attend(
+        self, process: EngineProcess, client: ChildClient, others: OtherRanks | None
+    ) -> None:
         """Wait for the model, then probe; a child that fails either is killed."""
         try:
             facts = await self._described(client)
+            if others is not None:
+                await others.check(client)
             if self.limits != EngineMemoryLimits():
                 facts = await self._limited(client, facts)
         except KakeyaError as error:
@@ -355,3 +384,10 @@ class EngineLife:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self._on_change()
+
+
+async def _end_with(others: OtherRanks, process: EngineProcess) -> None:
+    """End rank 0 once another rank is lost, unless it ends by itself, as ranks do."""
+    lost = await others.lost()
+    if not await process.has_exited_within(ALONE_S):
+        process.kill(lost)

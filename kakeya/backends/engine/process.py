@@ -136,6 +136,15 @@ class EngineProcess:
         """The id of the process and of its group."""
         return self._process.pid
 
+    @property
+    def has_exited(self) -> bool:
+        """Whether the process has ended."""
+        return self._wait.done()
+
+    def on_exit(self, callback: Callable[[], None]) -> None:
+        """Call back once the process has ended."""
+        self._wait.add_done_callback(lambda _: callback())
+
     async def exited(self) -> Exit:
         """Wait for the end of the child and return its exit."""
         returncode = await asyncio.shield(self._wait)

@@ -1,1 +1,3 @@
-"""Ring groups as engines of a node: to the node, the group of a model is one child process."""
+"""Ring groups: a model over several nodes, which their agents start, keep and end. To the node of
+rank 0, and so to all clients, the group is one engine; `groups` tells its life.
+"""

@@ -11,7 +11,6 @@ import grpc.aio
 
 from kakeya.core.errors import PeerProtocol
 from kakeya.core.units import pack_ids
-from kakeya.dispatch.peers.beats import hear
 from kakeya.dispatch.peers.held_answers import AnswerCopy
 from kakeya.dispatch.peers.quote import AnswerOrigin, Quote
 from kakeya.dispatch.peers.wire import (
@@ -38,6 +37,7 @@ from kakeya.prefix.warm.prewarm import PREWARM_S
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceStub
+from kakeya.wire.beats import hear
 from kakeya.wire.calls import calling
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from kakeya.backends.relay.faults import UpstreamBusy, UpstreamDenied
 from kakeya.backends.request import Request
 from kakeya.core.errors import InvalidArgument, PeerProtocol
 from kakeya.core.units import MIB, format_bytes
-from kakeya.dispatch.peers.beats import hear
 from kakeya.dispatch.peers.relay_wire import images_to_wire, part_from_wire, request_to_wire
 from kakeya.dispatch.peers.wire import wait_from_wire
 from kakeya.generation.image import DrawnImage, ImageRequest, Tell
@@ -20,6 +19,7 @@ from kakeya.generation.waiting import RequestWait, WaitTeller
 from kakeya.text.tools.answer import Part
 from kakeya.v1 import relay_pb2 as pb
 from kakeya.v1.relay_pb2_grpc import RelayServiceStub
+from kakeya.wire.beats import hear
 from kakeya.wire.calls import calling
 from kakeya.wire.channels import NETWORK_MESSAGE_BYTES
 

@@ -13,7 +13,6 @@ import grpc.aio
 from kakeya.backends.relay.relays import OwnRelay, Relays
 from kakeya.core.errors import InvalidArgument, Refused
 from kakeya.dispatch.clients import Clients
-from kakeya.dispatch.peers.beats import with_beats
 from kakeya.dispatch.peers.relay_wire import (
     PIECE_BYTES,
     images_from_wire,
@@ -33,6 +32,7 @@ from kakeya.generation.image import (
 from kakeya.generation.waiting import WaitTeller
 from kakeya.v1 import relay_pb2 as pb
 from kakeya.v1.relay_pb2_grpc import RelayServiceServicer
+from kakeya.wire.beats import with_beats
 from kakeya.wire.status import errors_end
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -15,7 +15,6 @@ import grpc.aio
 
 from kakeya.core.errors import CapacityExhausted, NotFound, Refused
 from kakeya.dispatch.clients import Clients
-from kakeya.dispatch.peers.beats import with_beats
 from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.quote import OwnModels, QuotedModel, origin_of, quote_of
 from kakeya.dispatch.peers.text_files import TextFiles
@@ -44,6 +43,7 @@ from kakeya.prefix.warm.for_peers import PeerPrefix, PrefixesForPeers
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceServicer
+from kakeya.wire.beats import with_beats
 from kakeya.wire.status import errors_end
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -72,11 +72,19 @@ class RingEnvironment:
 
     def ring_address(self, hostname: str = "") -> str:
         """The ring address to advertise; "" without a ring."""
-        if not self.is_available:
-            return ""
-        host = (hostname or socket.gethostname()).replace(":", "-").replace("+", "-")
-        ring = f"+{self.ring_name}" if self.ring_name else ""
-        return f"{host}{ring}:{self.rank}"
+        return seat_address(self.ring_name, self.rank, hostname) if self.is_available else ""
+
+
+def ring_name(hosts: str) -> str:
+    """The name of a ring by the content of its file of hosts."""
+    return hashlib.sha256(hosts.encode()).hexdigest()[:_RING_NAME_CHARS]
+
+
+def seat_address(ring_name: str, rank: int, hostname: str = "") -> str:
+    """The address of a rank; the host is this one, where none is given."""
+    host = (hostname or socket.gethostname()).replace(":", "-").replace("+", "-")
+    ring = f"+{ring_name}" if ring_name else ""
+    return f"{host}{ring}:{rank}"
 
 
 def probe_ring_environment(
@@ -112,7 +120,7 @@ def _probe(environ: Mapping[str, str], init: Callable[[], RingGroup] | None) -> 
         world_size = len(entries)
         if backend == "ring" and entries[0]:
             leader = str(entries[0][0])
-        name = hashlib.sha256(text.encode()).hexdigest()[:_RING_NAME_CHARS]
+        name = ring_name(text)
     else:
         world_size, name = int(environ.get("MLX_WORLD_SIZE", "1")), ""
     if init is not None:

@@ -1,8 +1,8 @@
 """The permissions of every method of every service of a node, an engine and a join server.
 
 No caller may call a method outside the table. Members are the nodes, clients send prompts, admins
-run the fleet; an admin may call everything but the methods by which nodes gossip, and hold copies
-of their clients' answers and their sessions.
+run the fleet; an admin may call everything but the methods by which nodes gossip, hold copies of
+their clients' answers and their sessions, and form ring groups.
 """
 
 from __future__ import annotations
@@ -86,6 +86,14 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "CheckRelayed": _MEMBERS,
         "AnswerRelayed": _MEMBERS,
         "DrawImages": _MEMBERS,
+    },
+    "kakeya.v1.RingService": {
+        "HostRank": _COPIES,
+        "StartRank": _COPIES,
+        "EndRank": _COPIES,
+        "RaiseGroup": _COPIES,
+        "EndGroup": _COPIES,
+        "ListGroups": _COPIES,
     },
     "kakeya.v1.RuntimeService": {
         "CreateSession": _RUNTIME,

@@ -28,10 +28,11 @@ from kakeya.core.errors import (
     Refused,
     Unsupported,
 )
-from kakeya.dispatch.peers import beats, relay_service
+from kakeya.dispatch.peers import relay_service
 from kakeya.generation.image import DrawnImage, ImageRequest, PipelineKind
 from kakeya.generation.waiting import RequestWait, WaitReason, WaitTeller
 from kakeya.text.tools.answer import Part, Said
+from kakeya.wire import beats
 from tests.backends.images.scripted_worker import png_size
 from tests.backends.relay.test_relays import OtherSettings
 from tests.backends.relay.upstream import answered, chat, refuses, says, stalls, text_of, upstream

@@ -26,7 +26,6 @@ from kakeya.core.errors import (
     Refused,
     UnknownMethod,
 )
-from kakeya.dispatch.peers import beats
 from kakeya.dispatch.peers.client import PeerCalls
 from kakeya.dispatch.peers.held_answers import AnswerCopy
 from kakeya.dispatch.peers.quote import AnswerOrigin, origin_of
@@ -41,6 +40,7 @@ from kakeya.generation.waiting import RequestWait, WaitReason, WaitTeller
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceServicer, add_ServingServiceServicer_to_server
+from kakeya.wire import beats
 from tests.dispatch.peers.world import QuotedToy, ServingNode, ToyEncoder, ToyModels, facts_of
 from tests.sessions.toy import expected
 from tests.waiting import until

@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "kakeya.v1.ServingService/HoldAnswer": {MEMBER, "loopback"},
     "kakeya.v1.ServingService/FindAnswer": {MEMBER, "loopback"},
     "kakeya.v1.SessionMoveService": {MEMBER, "loopback"},
+    "kakeya.v1.RingService": {MEMBER, "loopback"},
     "kakeya.v1.ServingService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.WeightsService": {MEMBER, ADMIN, "loopback"},
     "kakeya.v1.RelayService": {MEMBER, ADMIN, "loopback"},

@@ -1,0 +1,380 @@
+"""The ring groups that this node leads: wished for, brought up, kept up, and ended.
+
+    up      a group is formed once; where that fails, nothing stays of it
+    kept    one that was up is wished for until it is ended, also by the next run of this node: a
+            file has the wishes. Lost, it is formed again, after a pause or once its members are
+            back (`state`)
+    ended   its wish is gone, its engine and ranks are ended, and their memory is given back
+
+The model of a group is one of the node's: requests, routing and failover know nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kakeya.backends.resident import ResidentModel
+from kakeya.backends.ring import weights
+from kakeya.backends.ring.calls import RingPeers
+from kakeya.backends.ring.formation import Formation, GroupCheck, no_check
+from kakeya.backends.ring.home import GroupHome
+from kakeya.backends.ring.host import RankHost, lends_not
+from kakeya.backends.ring.spec import RingSpec
+from kakeya.backends.ring.state import GroupPhase, GroupState
+from kakeya.backends.sizes import LeaseSize
+from kakeya.core.clock import Clock
+from kakeya.core.errors import (
+    ConfigError,
+    Conflict,
+    KakeyaError,
+    LoadFailed,
+    MemoryRefused,
+    NotFound,
+    PeerUnavailable,
+)
+from kakeya.core.figures import Json
+from kakeya.core.files import write_atomically
+from kakeya.core.log import event
+from kakeya.core.tasks import Supervisor, sleep_or_wake
+from kakeya.core.units import MIB
+from kakeya.fleet.placement.ring import seat_address
+from kakeya.generation.facts import ModelState
+from kakeya.generation.manifest import Manifest
+from kakeya.memory.api import Terms
+
+_log = logging.getLogger(__name__)
+FILE = "ring-groups.json"
+"""The wishes, in the data directory."""
+TELL_S = 1.0
+UP_S = 1800.0
+"""The longest way up: the largest models load for minutes."""
+
+
+class LedGroup:
+    """One group, from its wish on."""
+
+    def __init__(self, spec: RingSpec, formation: Formation) -> None:
+        self.spec = spec
+        self.formation = formation
+        self.state = GroupState()
+        self.model: ResidentModel | None = None
+        """None until the weights were found here."""
+        self.size: LeaseSize | None = None
+        self.wake = asyncio.Event()
+        self.keeping: asyncio.Task[None] | None = None
+
+    def look(self, now: float) -> None:
+        """Follow the state of the model."""
+        if self.model is None:
+            return
+        before = self.state.phase
+        match self.model.state:
+            case ModelState.READY:
+                self.state = self.state.up(now)
+            case ModelState.FAILED | ModelState.UNLOADED if before is GroupPhase.UP:
+                self.state = self.state.failed(self.model.last_error or "it left memory", now)
+            case ModelState.LOADING | ModelState.RESTARTING if before is GroupPhase.UP:
+                self.state = replace(self.state.began(now), reason=self.model.last_error)
+            case ModelState.FAILED if before is GroupPhase.STARTING:
+                self.state = self.state.failed(self.model.last_error, now)
+            case _:
+                pass
+        if self.state.phase is not before:
+            self.wake.set()
+            event(
+                _log,
+                f"ring group {self.state.phase}",
+                group=self.spec.name,
+                reason=self.state.reason or "-",
+            )
+
+
+class RingGroups:
+    """See the module; lives on the event loop. `check` decides whether a loaded group may serve."""
+
+    def __init__(
+        self,
+        home: GroupHome,
+        peers: RingPeers,
+        host: RankHost,
+        *,
+        folder: Path,
+        sockets: Path | None,
+        clock: Clock,
+        check: GroupCheck = no_check,
+    ) -> None:
+        self._home = home
+        self._peers = peers
+        self.host = host
+        self._file = folder / FILE
+        self._sockets = sockets
+        self._clock = clock
+        self._check = check
+        self._groups: dict[str, LedGroup] = {}
+        self._tasks: Supervisor | None = None
+
+    # Life
+
+    async def restore(self) -> None:
+        """Read the wishes of earlier runs; a file that is none is set aside."""
+        try:
+            text = await asyncio.to_thread(self._file.read_text, "utf-8")
+        except OSError:
+            return
+        try:
+            for said in json.loads(text)["groups"]:
+                self._add(RingSpec.from_json(said))
+        except (ConfigError, ValueError, KeyError, TypeError) as fault:
+            aside = self._file.with_suffix(".damaged")
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._file.rename, aside)
+            event(_log, "wishes set aside", level=logging.WARNING, file=aside, fault=fault)
+
+    def start(self, tasks: Supervisor) -> None:
+        """Bring up what is wished for."""
+        self._tasks = tasks
+        for group in self._groups.values():
+            self._keep(group)
+
+    async def aclose(self) -> None:
+        """Stop keeping; the wishes stay."""
+        tasks = [group.keeping for group in self._groups.values() if group.keeping is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fleet_changed(self) -> None:
+        """Look whether groups that wait have their members back."""
+        for group in self._groups.values():
+            if group.state.phase is GroupPhase.WAITING:
+                nodes = [seat.node for seat in group.spec.seats]
+                if self._peers.are_live(nodes):
+                    state = group.state.members_seen(self._clock.mono())
+                    if state != group.state:
+                        group.state = state
+                        group.wake.set()
+
+    def model_changed(self, model: ResidentModel) -> None:
+        """Follow the change of a model's state."""
+        if group := self._groups.get(model.model_id):
+            group.look(self._clock.mono())
+
+    # Commands
+
+    async def raise_group(
+        self, spec: RingSpec, *, is_for_leader: bool
+    ) -> AsyncGenerator[Json, None]:
+        """Bring a group up; its state, each second until it is up. Closing it ends the try.
+
+        Raises NotFound for a node, Conflict for a name that is taken, and why it cannot be up.
+        """
+        if not is_for_leader:
+            seats = [replace(seat, node=self._peers.node_id(seat.node)) for seat in spec.seats]
+            spec = replace(spec, seats=tuple(seats))
+            spec.check()
+        leader = spec.seats[0].node
+        if leader != self._peers.own_id:
+            async for told in self._peers.get(leader).raise_group(spec):
+                yield told
+            return
+        group = self._add(spec)
+        trying = asyncio.create_task(self._form(group), name=f"ring group {spec.name}")
+        try:
+            while not trying.done():
+                await asyncio.wait((trying,), timeout=TELL_S)
+                yield self._shown(group)
+            await trying
+            await self._save()
+        except BaseException:
+            trying.cancel()
+            await asyncio.gather(trying, return_exceptions=True)
+            await self._drop(group)
+            raise
+        self._keep(group)
+
+    async def end_group(self, name: str, *, is_for_leader: bool) -> None:
+        """End a group, here or at the node that leads it. Raises NotFound, PeerUnavailable."""
+        group = self._groups.get(name)
+        if group is not None:
+            await self._drop(group)
+            return
+        leader = "" if is_for_leader else await self._leader_of(name)
+        if not leader:
+            names = ", ".join(self._groups) or "none"
+            raise NotFound(f"no ring group is called {name[:80]!r} here; there are {names}")
+        await self._peers.get(leader).end_group(name)
+
+    async def groups(self, *, is_for_fleet: bool) -> Sequence[Json]:
+        """The groups that this node leads, or that all live nodes lead."""
+        own = self.status()
+        return own if not is_for_fleet else [*own, *await self._peers.groups()]
+
+    def status(self) -> list[Json]:
+        """The groups that this node leads."""
+        return [self._shown(group) for group in self._groups.values()]
+
+    def overview(self) -> Json:
+        """The groups that this node leads, and its ranks of others."""
+        return {"led": self.status(), "ranks": [rank.status() for rank in self.host.ranks]}
+
+    @property
+    def ring_address(self) -> str:
+        """The ring address of this node's rank, for its card; "" = it has none."""
+        led = next((one.formation.group_id for one in self._groups.values()), "")
+        if led:
+            return seat_address(led, 0)
+        for rank in self.host.ranks:
+            if rank.group_id:
+                return seat_address(rank.group_id, rank.order.rank)
+        return ""
+
+    # One group
+
+    def _add(self, spec: RingSpec) -> LedGroup:
+        if spec.name in self._groups:
+            raise Conflict(
+                f"a ring group {spec.name} is wished for already; end it with `kakeya ring down "
+                f"{spec.name}`, or give the new one another --name"
+            )
+        formation = Formation(spec, self._peers, self._sockets, check=self._check)
+        group = self._groups[spec.name] = LedGroup(spec, formation)
+        group.state = GroupState(since_mono=self._clock.mono())
+        return group
+
+    def _keep(self, group: LedGroup) -> None:
+        if self._tasks is not None and group.keeping is None:
+            group.keeping = asyncio.create_task(self._kept(group), name=f"keep {group.spec.name}")
+
+    async def _kept(self, group: LedGroup) -> None:
+        """Keep a group up for ever."""
+        while True:
+            now = self._clock.mono()
+            phase, retry_mono = group.state.phase, group.state.retry_mono
+            is_new = phase is GroupPhase.STARTING and group.model is None
+            if is_new or (phase is GroupPhase.WAITING and now >= retry_mono):
+                await self._try(group)
+            elif phase is GroupPhase.WAITING:
+                await sleep_or_wake(self._clock, retry_mono - now, group.wake)
+            else:
+                await group.wake.wait()
+            group.wake.clear()
+
+    async def _try(self, group: LedGroup) -> None:
+        with contextlib.suppress(KakeyaError):
+            await self._form(group)
+
+    async def _form(self, group: LedGroup) -> None:
+        """Bring a group up. Raises why it cannot be."""
+        group.state = group.state.began(self._clock.mono())
+        try:
+            model = group.model or await self._register(group)
+            if not model.failures.is_barred:
+                model.failures.clear()  # the pauses are those of the group
+            async with model.lend(Terms(timeout_s=UP_S)):
+                pass
+        except KakeyaError as failure:
+            told = self._why(group, failure)
+            group.state = group.state.failed(told.message, self._clock.mono())
+            raise told from None
+        group.look(self._clock.mono())
+
+    async def _register(self, group: LedGroup) -> ResidentModel:
+        spec = group.spec
+        folder = await asyncio.to_thread(weights.folder_of, spec, self._peers.own_label)
+        whole = await asyncio.to_thread(weights.estimate_of, folder)
+        group.size = weights.rank_size(spec, 0, whole)
+        pinned = replace(spec.model(), manifest=Manifest(pin=True, may_displace_text=True))
+        group.model = self._home.add(pinned, group.formation.form, group.size)
+        return group.model
+
+    def _why(self, group: LedGroup, failure: KakeyaError) -> KakeyaError:
+        """Why a group is not up, in the words of the part that failed."""
+        failure = group.formation.refusal or failure
+        if isinstance(failure, MemoryRefused) and failure is not group.formation.refusal:
+            size = group.size.bytes if group.size else 0
+            return lends_not(self._peers.own_label, 0, size, self._home.arbiter, failure)
+        if isinstance(failure, PeerUnavailable):
+            return LoadFailed(f"ring group {group.spec.name} is not up: {failure.message}")
+        return failure
+
+    async def _drop(self, group: LedGroup) -> None:
+        """End a group for good."""
+        group.state = group.state.ended(self._clock.mono())
+        if group.keeping is not None:
+            group.keeping.cancel()
+            await asyncio.gather(group.keeping, return_exceptions=True)
+        try:
+            if group.model is not None:
+                await self._home.remove(group.model)
+        finally:
+            if self._groups.get(group.spec.name) is group:
+                del self._groups[group.spec.name]
+            await self._save()
+        event(_log, "ring group ended", group=group.spec.name)
+
+    async def _save(self) -> None:
+        """Write the wishes down. A full disk costs a restart the latest of them."""
+        wished = [
+            group.spec.to_json()
+            for group in self._groups.values()
+            if group.state.phase is not GroupPhase.ENDING
+        ]
+        data = json.dumps({"groups": wished}).encode()
+        try:
+            await asyncio.to_thread(write_atomically, self._file, data)
+        except OSError as problem:
+            event(_log, "wishes not saved", level=logging.WARNING, problem=problem)
+
+    async def _leader_of(self, name: str) -> str:
+        for rank in self.host.ranks:
+            if rank.order.spec.name == name:
+                return rank.order.leader
+        found = [one for one in await self._peers.groups() if one["name"] == name]
+        return str(found[0]["leader"]) if found else ""
+
+    def _shown(self, group: LedGroup) -> Json:
+        state, now = group.state, self._clock.mono()
+        spec, formation, model = group.spec, group.formation, group.model
+        retry_s = state.retry_mono - now if state.phase is GroupPhase.WAITING else None
+        return {
+            "name": spec.name,
+            "model": spec.source,
+            "split": spec.split,
+            "backend": "ring",
+            "id": formation.group_id,
+            "leader": self._peers.own_id,
+            "state": state.phase.value,
+            "seconds": round(now - state.since_mono, 1),
+            "reason": state.reason,
+            "retry_s": None if retry_s is None else round(max(0.0, retry_s), 1),
+            "answers": formation.verdict,
+            "restarts": model.restarts if model else 0,
+            "ranks": [self._rank(group, rank) for rank in range(len(spec.seats))],
+        }
+
+    def _rank(self, group: LedGroup, rank: int) -> Json:
+        seat, formation, model = group.spec.seats[rank], group.formation, group.model
+        lent = formation.ranks[rank - 1] if 0 < rank <= len(formation.ranks) else None
+        size = lent.bytes if lent else group.size.bytes if group.size and not rank else 0
+        is_there = lent is not None if rank else model is not None and model.resident is not None
+        is_up = is_there and group.state.phase is GroupPhase.UP
+        load = ""
+        if rank and lent and lent.progress:
+            load = lent.progress.describe()
+        elif not rank and model and model.backend and model.backend.progress:
+            load = model.backend.progress.describe()
+        return {
+            "rank": rank,
+            "node_id": seat.node,
+            "node": self._peers.label_of(seat.node),
+            "layers": seat.layers,
+            "memory_mb": (size or seat.lend_bytes) // MIB,
+            "state": "up" if is_up else "loading" if load else "leased" if is_there else "away",
+            "load": "" if is_up else load,
+        }

@@ -1,0 +1,69 @@
+"""The models of a node that are ring groups: served while their group is wished for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from kakeya.backends.engine.engine import OtherRanks
+from kakeya.backends.engines import Engines
+from kakeya.backends.model_sizes import ModelSizes
+from kakeya.backends.resident import ResidentModel
+from kakeya.backends.sizes import LeaseSize
+from kakeya.core.clock import Clock
+from kakeya.core.errors import Conflict, InvariantBroken, NotFound
+from kakeya.generation.spec import ModelSpec
+from kakeya.memory.api import MemoryArbiter
+
+GONE_S = 30.0
+_LOOK_S = 0.05
+
+
+class GroupHome:
+    """Adds to the models of a node and takes away from them. `opened` and `closed` tell the part
+    that finds models by name; the node sets them."""
+
+    def __init__(
+        self, engines: Engines, sizes: ModelSizes, arbiter: MemoryArbiter, clock: Clock
+    ) -> None:
+        self._engines = engines
+        self._sizes = sizes
+        self.arbiter = arbiter
+        self._clock = clock
+        self.opened: Callable[[ResidentModel], None] = lambda _: None
+        self.closed: Callable[[ResidentModel], None] = lambda _: None
+
+    def add(
+        self,
+        spec: ModelSpec,
+        others: Callable[[], AbstractAsyncContextManager[OtherRanks]],
+        size: LeaseSize,
+    ) -> ResidentModel:
+        """Serve one more model. Raises Conflict, ConfigError."""
+        model = self._engines.add_group(spec, others)
+        self._sizes.add(spec.model_id, size)
+        self.opened(model)
+        return model
+
+    async def remove(self, model: ResidentModel) -> None:
+        """Serve a model no more; returns when its engine has ended and its memory was given
+        back."""
+        self.closed(model)
+        try:
+            async with asyncio.timeout(GONE_S):
+                while model.resident is not None:
+                    # First the engine: the answers that hold the model end with it.
+                    if model.backend is not None:
+                        await model.backend.aclose()
+                    with contextlib.suppress(NotFound, Conflict):
+                        self.arbiter.unload(model.capability, model.model_id)
+                    await self._clock.sleep(_LOOK_S)
+        except TimeoutError:
+            raise InvariantBroken("a model without an engine leaves memory", model.model_id) from (
+                None
+            )
+        self.arbiter.unlearn(model.capability, model.model_id)
+        self._engines.remove_group(model.model_id)
+        self._sizes.remove(model.model_id)
