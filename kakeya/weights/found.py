@@ -79,9 +79,17 @@ def find_models(
         with contextlib.suppress(OSError, InvalidArgument, RecursionError):
             check_model_name(name)
             real = path.resolve()
-            if real not in found and len(found) < _MOST_MODELS and (files := _files(path)):
-                found[real] = FoundModel(name, path, files, read_record(path))
+            is_new = real not in found and len(found) < _MOST_MODELS
+            if is_new and (model := found_model(name, path)) is not None:
+                found[real] = model
     return tuple(found.values())
+
+
+def found_model(name: str, path: Path) -> FoundModel | None:
+    """The model at a path; None = there is none, or not all of it. Blocks. Raises OSError and
+    InvalidArgument."""
+    files = _files(path)
+    return FoundModel(name, path, files, read_record(path)) if files else None
 
 
 def read_record(folder: Path) -> PullRecord | None:

@@ -169,9 +169,9 @@ class WeightIndex:
                 if known is None or not known.is_of(file):
                     self._digests[file.path] = await self._hash(file)
                     is_new = True
+            made = self.known(model)
             if is_new:
                 await self._save()
-        made = self.known(model)
         if made is None:
             raise NotFound(f"the files of {model.name} change; ask again once they are whole")
         return made

@@ -40,10 +40,11 @@ class DiskRefused(Refused):
 class PartialModel:
     """The files of one manifest in the making."""
 
-    def __init__(self, models: Path, manifest: WeightsManifest) -> None:
+    def __init__(self, models: Path, manifest: WeightsManifest, folder: Path | None = None) -> None:
+        """`folder` has the files, None = the one of the digest."""
         self._models = models
         self.manifest = manifest
-        self.folder = models / PULLS / manifest.digest
+        self.folder = folder or models / PULLS / manifest.digest
 
     def open(self) -> None:
         """Make the folder and the folders in it."""
@@ -133,6 +134,8 @@ class PartialModel:
         for path in self.folder.rglob("*"):
             if path.is_file() and path not in keep:
                 path.unlink()
+        for path in self.folder.glob(".*"):  # notes of a download
+            shutil.rmtree(path)
         write_record(self.folder, record)
         for path in keep:
             handle = os.open(path, os.O_RDONLY)

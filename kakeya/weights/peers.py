@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import KakeyaError, NotFound, PeerProtocol, PeerUnavailable
+from kakeya.core.errors import KakeyaError, NotFound, PeerProtocol, PeerUnavailable, UnknownMethod
 from kakeya.fleet.cards.cards import Card
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import weights_pb2 as pb
@@ -122,6 +122,8 @@ class WeightsPeers:
                     answer = await self._stub(peer).ListWeights(
                         pb.ListWeightsRequest(), timeout=_LIST_S
                     )
+            except UnknownMethod:  # an older node, or one that gives none
+                return []
             except KakeyaError as failure:
                 return failure
             return [

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kakeya.core.clock import Clock
@@ -28,45 +28,29 @@ from kakeya.core.errors import (
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.core.units import format_bytes
-from kakeya.weights.choice import choose, sources_of
-from kakeya.weights.found import PullRecord
+from kakeya.weights.choice import sources_of
+from kakeya.weights.find import LOOK_S, ModelSearch
+from kakeya.weights.found import PullRecord, found_model
+from kakeya.weights.hub import HubDownload
 from kakeya.weights.index import WeightIndex
 from kakeya.weights.manifest import WeightsManifest
 from kakeya.weights.partial import PartialModel, disk_error
 from kakeya.weights.peers import WeightsPeer, WeightsPeers
+from kakeya.weights.progress import PullMeter, PullState
 from kakeya.weights.schedule import PieceSchedule, RateBound
 
 _log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 """A fetch ends when nothing came for so long, from any source."""
-LOOK_S = 2.0
-"""Between two looks for more sources."""
 TELL_S = 0.25
 MOST_SOURCES, STREAMS = 4, 2
 """Peers at once, and pieces at once of each: so many pieces are in memory at most."""
-_MOST_ASKED = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullState:
-    """How far a fetch is; `bytes` 0 = not known yet."""
-
-    name: str
-    phase: str = "looking"
-    bytes: int = 0
-    done_bytes: int = 0
-    resumed_bytes: int = 0
-    bytes_per_s: float = 0.0
-    sources: tuple[str, ...] = ()
-    digest: str = ""
-    path: str = ""
-    note: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class PullTools:
     """What every fetch of a node uses. `make_room` frees the budget for a model of so many bytes
-    with this digest; `from_hub` fetches a name that no peer has."""
+    with this digest."""
 
     folder: Path
     index: WeightIndex
@@ -85,10 +69,16 @@ class Pull:
     """See the module. It runs by `run`, once; any number of callers `follow` it."""
 
     def __init__(self, name: str, tools: PullTools, *, from_node: str, keep: bool) -> None:
-        self.state = PullState(name=name)
+        self._meter = PullMeter(name, tools.clock)
         self._tools = tools
         self._clock = tools.clock
-        self._from = from_node
+        self._search = ModelSearch(
+            name,
+            from_node,
+            tools.peers,
+            self._clock,
+            lambda note: self._meter.tell(phase="waiting" if note else "looking", note=note),
+        )
         self.keep = keep
         self._schedule = PieceSchedule(0)
         self._labels: dict[str, WeightsPeer] = {}
@@ -97,13 +87,16 @@ class Pull:
         self._wake = asyncio.Event()
         self._given_up = threading.Event()
         self._news = asyncio.Event()
-        self._came_mono = 0.0
-        self._measured = (0.0, 0)
-        self._came_bytes = 0
         self.is_from_hub = False
+        """Whether it is downloaded, and has no digest before the end."""
         self.partial: PartialModel | None = None
         self.held: set[int] = set()
         """The pieces that are here."""
+
+    @property
+    def state(self) -> PullState:
+        """How far it is."""
+        return self._meter.state
 
     async def run(self) -> Path:
         """Fetch it; return where it lies. Raises KakeyaError."""
@@ -121,29 +114,45 @@ class Pull:
         await self._news.wait()
 
     async def _run(self) -> Path:
-        name = self.state.name
-        manifest, first = await self._find()
-        self._tell(bytes=manifest.bytes, digest=manifest.digest)
+        name, target = self.state.name, self._tools.folder / self.state.name
+        found = await self._search.find()
+        if found is None:
+            self.is_from_hub = True
+            found = await self._search.find(may_be_ahead=False)
+        is_taken = await asyncio.to_thread(target.exists)
+        if found is None:
+            if is_taken:
+                return self._is_here(target, 0, "")
+            return await self._from_hub()
+        self.is_from_hub = False
+        manifest, first = found
+        self._meter.tell(bytes=manifest.bytes, digest=manifest.digest)
         here = await self._tools.index.with_digest(manifest.digest)
         if here is not None:
-            path = here[0].path
-            note = "it is here already" + ("" if here[0].name == name else f", as {here[0].name}")
-            self._tell(phase="done", done_bytes=manifest.bytes, path=str(path), note=note)
-            return path
-        if await asyncio.to_thread((self._tools.folder / name).exists):
+            other = "" if here[0].name == name else f", as {here[0].name}"
+            return self._is_here(here[0].path, manifest.bytes, other)
+        if is_taken:
             raise Conflict(
-                f"another model lies in {self._tools.folder / name}; remove it first (kakeya "
-                f"models rm {name})"
+                f"another model lies in {target}; remove it first (kakeya models rm {name})"
             )
         await self._check(manifest)
         while not self._schedule.is_done:
             await self._fetch_all(manifest, first)
-            self._tell(phase="verifying")
+            self._meter.tell(phase="verifying")
             wrong = await asyncio.to_thread(self._made.unproven, self._given_up.is_set)
             self.held -= wrong
             self._schedule.again(wrong)
+        return await self._finish(manifest)
+
+    def _is_here(self, path: Path, size: int, other: str) -> Path:
+        note = f"it is here already{other}"
+        self._meter.tell(phase="done", done_bytes=size, path=str(path), note=note)
+        return path
+
+    async def _finish(self, manifest: WeightsManifest) -> Path:
+        """Give a whole model its name."""
         record = PullRecord(
-            name=name,
+            name=self.state.name,
             digest=manifest.digest,
             keep=self.keep,
             source=", ".join(self.state.sources),
@@ -151,7 +160,7 @@ class Pull:
         )
         path = await asyncio.to_thread(self._made.finish, record)
         await self._tools.index.learn(path, manifest)
-        self._tell(phase="done", done_bytes=manifest.bytes, path=str(path))
+        self._meter.tell(phase="done", done_bytes=manifest.bytes, path=str(path))
         return path
 
     @property
@@ -160,40 +169,31 @@ class Pull:
             raise NotFound(f"nothing of {self.state.name} is here yet")
         return self.partial
 
-    async def _find(self) -> tuple[WeightsManifest, WeightsPeer]:
-        """The manifest of the model that is meant, and the peer that told it."""
-        name, last = self.state.name, ""
-        while True:
-            offers, silent = await self._tools.peers.offers(self._asked())
-            chosen = choose(name, offers)
-            sources = sources_of(chosen.digest, offers) if chosen.digest else {}
-            tellers = sorted(sources, key=lambda peer: not sources[peer]) or chosen.unhashed
-            for peer in tellers:
-                self._tell(note="" if chosen.digest else f"{peer.label} reads its files")
-                try:
-                    told = await self._tools.peers.manifest(peer, name, chosen.digest)
-                except KakeyaError as failure:
-                    last = failure.message
-                else:
-                    self._tell(note="")
-                    return told, peer
-            if not chosen.coming:
-                break
-            at = ", ".join(peer.label for peer in chosen.coming)
-            self._tell(phase="waiting", note=f"{at} fetches it from the hub")
-            await self._clock.sleep(LOOK_S)
-        why = (
-            [last] if last else [f"{label} did not answer: {one}" for label, one in silent.items()]
-        )
-        raise NotFound(
-            f"no peer has {name[:80]!r}" + "".join(f"; {one}" for one in why) + "; "
-            "`kakeya models list` shows what there is"
-        )
+    async def _from_hub(self) -> Path:
+        """Download it from the hub; peers wait for it meanwhile."""
+        name, tools = self.state.name, self._tools
+        download = HubDownload(name, tools.folder)
 
-    def _asked(self) -> tuple[WeightsPeer, ...]:
-        if self._from:
-            return (self._tools.peers.named(self._from),)
-        return self._tools.peers.all()[:_MOST_ASKED]
+        async def sized(size: int) -> None:
+            self._meter.tell(bytes=size)
+            await tools.make_room(size, download.folder.name)
+
+        def told(size: int) -> None:
+            self._meter.add(min(size, self.state.bytes) - self.state.done_bytes)
+            self._meter.measure()
+
+        self._meter.begin()
+        self._meter.tell(phase="fetching", sources=("the hub",), note="")
+        await download.run(sized, told)
+        self._meter.tell(phase="verifying")
+        model = await asyncio.to_thread(found_model, name, download.folder)
+        if model is None:
+            raise NotFound(f"what the hub has as {name} is no model that a node loads")
+        manifest = await tools.index.manifest(model)
+        await asyncio.to_thread(download.check, manifest)
+        self._meter.tell(bytes=manifest.bytes, digest=manifest.digest)
+        self.partial = PartialModel(tools.folder, manifest, download.folder)
+        return await self._finish(manifest)
 
     async def _check(self, manifest: WeightsManifest) -> None:
         """Make room, and find out what is here of an earlier fetch."""
@@ -201,29 +201,28 @@ class Pull:
         partial = self.partial = PartialModel(self._tools.folder, manifest)
         await asyncio.to_thread(partial.open)
         await asyncio.to_thread(partial.check_room)
-        self._tell(phase="checking")
+        self._meter.tell(phase="checking")
         loop = asyncio.get_running_loop()
 
         def told(size: int) -> None:
-            loop.call_soon_threadsafe(self._add, size)
+            loop.call_soon_threadsafe(self._meter.add, size)
 
         self.held = await asyncio.to_thread(partial.present, told, self._given_up.is_set)
         here = sum(manifest.pieces[piece].size for piece in self.held)
-        self._tell(done_bytes=here, resumed_bytes=here)
+        self._meter.tell(done_bytes=here, resumed_bytes=here)
         count = len(manifest.pieces)
         # Nodes that fetch the same model begin at different places, and exchange what they have.
         own = int.from_bytes(hashlib.sha256(self._tools.peers.own_id.encode()).digest()[:4], "big")
         self._schedule = PieceSchedule(count, self.held, first=own % max(1, count))
 
     async def _fetch_all(self, manifest: WeightsManifest, first: WeightsPeer) -> None:
-        self._came_mono = self._clock.mono()
-        self._measured = (self._came_mono, self._came_bytes)
-        self._tell(phase="fetching")
+        self._meter.begin()
+        self._meter.tell(phase="fetching")
         try:
             while not self._schedule.is_done and self._failure is None:
                 self._wake.clear()
                 await self._look(manifest, first)
-                self._measure()
+                self._meter.measure()
                 self._check_sources()
                 await sleep_or_wake(self._clock, LOOK_S, self._wake)
         finally:
@@ -238,7 +237,7 @@ class Pull:
     async def _look(self, manifest: WeightsManifest, first: WeightsPeer) -> None:
         """Find sources, and begin to fetch from those that are new."""
         try:
-            asked = self._asked()
+            asked = self._search.asked()
         except NotFound:  # the one that was named is gone for now
             asked = ()
         offers, _ = await self._tools.peers.offers(asked)
@@ -296,14 +295,14 @@ class Pull:
         def told(size: int) -> None:
             nonlocal came
             came += size
-            self._add(size)
+            self._meter.add(size)
 
         try:
             await self._clock.sleep(self._tools.bound.turn(wanted.size, self._clock.mono()))
             data = await self._tools.peers.piece(peer, manifest.digest, piece, wanted.size, told)
             await asyncio.to_thread(_prove, data, wanted.sha256, piece, peer.label)
         except (KakeyaError, asyncio.CancelledError) as failure:
-            self._add(-came)
+            self._meter.add(-came)
             is_wrong = isinstance(failure, PeerProtocol) and not isinstance(failure, UnknownMethod)
             wrong = str(failure) if is_wrong else ""
             self._schedule.failed(name, piece, self._clock.mono(), wrong=wrong)
@@ -312,12 +311,12 @@ class Pull:
             self._note_failure(peer, failure, is_wrong=is_wrong)
             return
         if piece in self.held:  # another source was quicker
-            self._add(-came)
+            self._meter.add(-came)
             self._schedule.arrived(name, piece, self._clock.mono())
             return
         await asyncio.to_thread(self._made.write, wanted, data)
         if piece in self.held:
-            self._add(-came)
+            self._meter.add(-came)
         self.held.add(piece)
         self._schedule.arrived(name, piece, self._clock.mono())
         self._tools.count("pieces")
@@ -344,7 +343,7 @@ class Pull:
             if task.done() and not task.cancelled() and (fault := task.exception()):
                 raise fault
         left = [why for name in self._labels if (why := self._schedule.why_left(name))]
-        is_silent = self._clock.mono() - self._came_mono > PATIENCE_S
+        is_silent = self._clock.mono() - self._meter.came_mono > PATIENCE_S
         if not is_silent and (not left or self._schedule.usable):
             return
         state = self.state
@@ -361,34 +360,16 @@ class Pull:
         """How far it is, until it is over. Raises the error with which it ends."""
         last = None
         while not ended.done():
-            self._measure()
+            self._meter.measure()
             if self.state != last:
                 yield (last := self.state)
             await asyncio.wait((ended,), timeout=TELL_S)
         ended.result()
         yield self.state
 
-    def _add(self, size: int) -> None:
-        self._came_bytes += max(0, size)
-        if size > 0:
-            self._came_mono = self._clock.mono()
-        self.state = replace(self.state, done_bytes=self.state.done_bytes + size)
-
-    def _measure(self) -> None:
-        """Measure the bytes/s, over about a second."""
-        now, (since, bytes_then) = self._clock.mono(), self._measured
-        if self.state.phase == "fetching" and now - since >= 1.0:
-            rate = (self._came_bytes - bytes_then) / (now - since)
-            known = self.state.bytes_per_s
-            self._measured = (now, self._came_bytes)
-            self._tell(bytes_per_s=known + 0.5 * (rate - known) if known else rate)
-
     def _tell_sources(self) -> None:
         names = [name for name in self._labels if not self._schedule.why_left(name)]
-        self._tell(sources=tuple(sorted(self._labels[name].label for name in names)))
-
-    def _tell(self, **told: object) -> None:
-        self.state = replace(self.state, **told)  # type: ignore[arg-type]
+        self._meter.tell(sources=tuple(sorted(self._labels[name].label for name in names)))
 
     def _told(self) -> None:
         self._news.set()

@@ -26,7 +26,8 @@ from kakeya.weights.listed import ListedModel, listed_models, note_use, pulled_m
 from kakeya.weights.manifest import check_model_name
 from kakeya.weights.partial import disk_error, remove_folder
 from kakeya.weights.peers import Neighbours, WeightsPeers
-from kakeya.weights.pull import Pull, PullState, PullTools
+from kakeya.weights.progress import PullState
+from kakeya.weights.pull import Pull, PullTools
 from kakeya.weights.schedule import RateBound
 from kakeya.weights.service import ModelFilesService, WeightsService
 

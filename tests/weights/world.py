@@ -16,7 +16,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.v1 import weights_pb2 as pb
 from kakeya.v1.weights_pb2_grpc import add_WeightsServiceServicer_to_server
 from kakeya.weights.config import WeightsConfig
-from kakeya.weights.pull import PullState
+from kakeya.weights.progress import PullState
 from kakeya.weights.service import WeightsService
 from kakeya.weights.weights import NodeWeights
 from kakeya.wire.channels import Channels, message_options

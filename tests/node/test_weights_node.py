@@ -1,0 +1,109 @@
+"""Models that go from node to node: real nodes, killed in the middle of a pull, and gone on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from kakeya.generation.spec import EMBEDDED_FOLDER
+from tests.node.nodes import QUICK, NodeProcess, run_cli, seen_by
+from tests.waiting import eventually
+from tests.weights.world import content, make_model
+
+NAME = "org/smol"
+SLOW = {"KAKEYA_WEIGHTS_PULL_MB_PER_S": "12"}
+
+
+async def cli(*arguments: str) -> Any:
+    """What a command prints as JSON, the last line of it."""
+    done = await asyncio.to_thread(run_cli, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def data(folder: Path) -> str:
+    return str(folder / "data")
+
+
+async def begin_pull(folder: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kakeya.cli.main", "models", "pull", NAME),
+        *("--data-dir", data(folder), "--json"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def kill(node: NodeProcess) -> None:
+    node.send(signal.SIGKILL)
+    await node.wait()
+
+
+async def some_came(node: NodeProcess) -> None:
+    def is_under_way() -> bool:
+        pulls = node.api.get("/api/v1/status")["weights"]["pulls"]
+        return any(5 << 20 < pull["done_bytes"] < pull["bytes"] - (5 << 20) for pull in pulls)
+
+    await eventually("a part of the model is here", is_under_way)
+
+
+async def test_kills_of_both_sides_cost_a_pull_nothing_that_it_had(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    source, sink = tmp_path / "source", tmp_path / "sink"
+    models = source / "data" / "models"
+    await asyncio.to_thread(make_model, models, NAME, mib=48)
+    for name, value in SLOW.items():
+        monkeypatch.setenv(name, value)
+    drafts = ("--proposer", "ngram", *QUICK)
+    async with NodeProcess(source, "--node-id", "source", *drafts) as first:
+        peers = ("--node-id", "sink", "--peer", first.grpc, *drafts)
+        async with NodeProcess(sink, *peers) as puller:
+            await eventually("the nodes know each other", lambda: "source" in seen_by(puller))
+            pull = await begin_pull(sink)
+            await some_came(puller)
+            await kill(puller)
+            _, said = await pull.communicate()
+            assert pull.returncode == 1
+            assert b"does not answer" in said
+        async with NodeProcess(sink, *peers) as puller:
+            await eventually("the nodes know each other", lambda: "source" in seen_by(puller))
+            pull = await begin_pull(sink)
+            await some_came(puller)
+            await kill(first)
+            own = ("--node-id", "source", "--peer", puller.grpc, *drafts, "--bind", first.grpc)
+            async with NodeProcess(source, *own):
+                printed, _ = await pull.communicate()
+                last = json.loads(printed.splitlines()[-1])
+                assert last["phase"] == "done"
+                assert last["resumed_bytes"] > 4 << 20
+                assert content(Path(last["path"])) == content(models / NAME)
+
+
+async def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
+    source, sink = tmp_path / "source", tmp_path / "sink"
+    copied = source / "data" / "models" / "copy"
+    await asyncio.to_thread(shutil.copytree, EMBEDDED_FOLDER / "kakeya-tiny", copied)
+    async with NodeProcess(source, "--node-id", "source", "--proposer", "ngram", *QUICK) as first:
+        peers = ("--node-id", "sink", "--peer", first.grpc, *QUICK)
+        async with NodeProcess(sink, *peers, "--proposer", "ngram") as puller:
+            await eventually("the nodes know each other", lambda: "source" in seen_by(puller))
+            last = await cli("models", "pull", "copy", "--data-dir", data(sink))
+            assert last["phase"] == "done"
+            (where,) = (await cli("models", "where", "copy", "--data-dir", data(source)))["models"]
+            assert where["peers"] == ["sink"]
+        async with NodeProcess(sink, *peers, "--model", "copy") as served:
+            body = {"model": "copy", "prompt": "def ", "max_tokens": 3, "stream": True}
+            assert [*await asyncio.to_thread(list, served.api.stream("/v1/completions", body))]
+            refused = await asyncio.to_thread(
+                run_cli, "models", "rm", "copy", "--data-dir", data(sink)
+            )
+            assert refused.returncode == 1
+            assert "it is loaded as copy" in refused.stderr
+            removed = await cli("models", "rm", "copy", "--force", "--data-dir", data(sink))
+            assert not await asyncio.to_thread(Path(removed["path"]).exists)
