@@ -27,15 +27,18 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, Conflict, NotFound
 from kakeya.core.hints import INSTALL_OPENBLAS
 from kakeya.core.log import event
+from kakeya.core.settings import Illegal
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import DraftModelState, ModelFacts, ModelState
 from kakeya.generation.manifest import LLAMA, MLX
-from kakeya.generation.spec import ModelRole, ModelSpec, is_gguf, resolve
+from kakeya.generation.spec import ModelRole, ModelSpec, is_gguf, parse_proposer, resolve
 from kakeya.memory.api import MemoryArbiter
 
 _log = logging.getLogger(__name__)
 GROUP = "group"
 """The option that names the socket of a ring group, which serves the model in place of a child."""
+STATES_FOR = "states_for"
+"""The option that names a drafter for which the model's hidden states are kept."""
 _SOCKET_NAME_BYTES = 32
 """The length of an engine's folder and socket below the folder of all sockets."""
 EngineCommand = Callable[[ModelSpec, str], Command]
@@ -65,7 +68,7 @@ def _on_backend(spec: ModelSpec, resolved: str | None) -> ModelSpec:
             f"models.{spec.model_id}.backend is {said.backend}, and {resolved} is a model for "
             f"{backend}; leave it out, or name other files"
         )
-    known = LLAMA_OPTIONS if backend == LLAMA else (GROUP,)
+    known = LLAMA_OPTIONS if backend == LLAMA else (GROUP, STATES_FOR)
     said.check_options(spec.model_id, backend, known=known)
     return replace(spec, manifest=replace(said, backend=backend))
 
@@ -110,6 +113,7 @@ def engine_command(
         module = "kakeya.backends.images.worker" if draws else "kakeya.node.engine_main"
 
         group = dict(spec.manifest.options).get(GROUP)
+        states = _states_flags(spec)
 
         def on_socket(socket: Path) -> Sequence[str]:
             if group is not None:
@@ -129,12 +133,25 @@ def engine_command(
                 *keys,
                 *known,
                 *(spec.ring or (slots if spec.role is ModelRole.VERIFIER else ())),
+                *states,
                 *(("--encodes",) if spec.role is ModelRole.EMBEDDER else ()),
             )
 
         return on_socket
 
     return for_model
+
+
+def _states_flags(spec: ModelSpec) -> tuple[str, ...]:
+    """The flags of an engine that keeps hidden states for a drafter. Raises ConfigError."""
+    source = dict(spec.manifest.options).get(STATES_FOR)
+    if source is None:
+        return ()
+    try:
+        drafter = parse_proposer(source)
+    except Illegal as problem:
+        raise ConfigError(f"models.{spec.model_id}.options.{STATES_FOR}: {problem}") from None
+    return ("--states-for", f"{drafter.model_id}={resolve(drafter)}")
 
 
 def sockets_folder(data_dir: Path) -> Path | None:

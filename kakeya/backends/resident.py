@@ -44,6 +44,7 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import (
@@ -312,6 +313,7 @@ class ResidentModel(ModelLife):
         seed: int | None = None,
         temperature: float | None = None,
         num_steps: int = 1,
+        states: HiddenStates | None = None,
     ) -> Draft:
         """Draft with this model if it is in memory. Raises PeerUnavailable if it is not; one that
         left for idleness then comes back as room allows."""
@@ -322,7 +324,12 @@ class ResidentModel(ModelLife):
         with handle, self._run():
             backend = _backend_of(handle)
             return await backend.draft(
-                prefix, size, seed=seed, temperature=temperature, num_steps=num_steps
+                prefix,
+                size,
+                seed=seed,
+                temperature=temperature,
+                num_steps=num_steps,
+                states=states,
             )
 
     async def release(self, kv_key: str) -> None:

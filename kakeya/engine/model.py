@@ -14,6 +14,7 @@ from typing import Protocol
 from kakeya.adapters.files.packed import PackedAdapter
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.processors.processors import LogitProcessors
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import TokenLogprob
@@ -47,6 +48,8 @@ class LoadedFacts(ModelFacts):
     """The most parts that a forward over prompts can be computed in."""
     shares_pieces_from: int = 0
     """The least tokens of a piece that may share a forward with those of others; 0 = none may."""
+    states_for: str = ""
+    """The drafter, by the name it is served under, whose hidden states are kept; "" = none."""
 
     def parts_of(self, seconds: float, part_s: float = PART_S) -> int:
         """The parts of a forward that takes so long, each of about `part_s`; 0 = unknown."""
@@ -224,6 +227,13 @@ class SequenceState(Protocol):
         """Hold the KV again that was stowed in these blocks."""
         ...
 
+    def hidden_states(self, first: int, end: int) -> HiddenStates | None:
+        """Those of the tokens `first` to `end`, the newest that there are; None = none.
+
+        Only a model that `states_for` names a drafter of keeps them.
+        """
+        ...
+
     def layer_length(self) -> int:
         """The length that the cache layers themselves have; the check on the bookkeeping."""
         ...
@@ -318,10 +328,16 @@ class Model(Protocol):
         ...
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
+        self,
+        prefix: Sequence[int],
+        size: int,
+        seed: int | None,
+        temperature: float,
+        steps: int = 1,
+        states: HiddenStates | None = None,
     ) -> Draft:
         """Draft `size` tokens after `prefix`, greedy or with the verifier's own noise; a model that
-        refines its drafts does so `steps` times."""
+        refines its drafts does so `steps` times, and one that reads hidden states gets them."""
         ...
 
     def chores(self) -> Iterator[float]:

@@ -18,6 +18,8 @@ import grpc.aio
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, UnknownMethod, Unsupported
 from kakeya.decoding.draft import proposer
+from kakeya.decoding.draft.convert import states_from_wire
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.processors.grammar import GrammarMatcher
 from kakeya.engine.adapters.loads import AdapterLoads
 from kakeya.engine.adapters.pages import AdapterPages
@@ -117,10 +119,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             if size < 1:
                 return pb.DraftResponse()
             seed = request.seed if request.HasField("seed") else None
+            states = None
+            if request.HasField("states"):
+                states = states_from_wire(request.states, len(prefix))
             timer = self._tools.timer
             started = timer()
             draft = await self._on_model_thread(
-                lambda: self._draft(prefix, size, seed, request.temperature, request.num_steps)
+                lambda: self._draft(
+                    prefix, size, seed, request.temperature, max(1, request.num_steps), states
+                )
             )
         except KakeyaError as failure:
             await abort(context, failure)
@@ -201,9 +208,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return self._adapters
 
     def _draft(
-        self, prefix: list[int], size: int, seed: int | None, temperature: float, steps: int
+        self,
+        prefix: list[int],
+        size: int,
+        seed: int | None,
+        temperature: float,
+        steps: int,
+        states: HiddenStates | None,
     ) -> proposer.Draft:
-        draft = self._model.draft(prefix, size, seed, temperature, max(1, steps))
+        draft = self._model.draft(prefix, size, seed, temperature, steps, states)
         # Prefixes are kept for the next draft: that too is within the bounds.
         self._limits.holds()
         return draft

@@ -33,6 +33,7 @@ from kakeya.core.weight_files import missing_weights, weight_files
 from kakeya.generation.progress import LoadPhase
 from kakeya.mlx.context import context_tokens
 from kakeya.mlx.device import forbid_wired_limit
+from kakeya.mlx.diffusion.tap import StateTap
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.numerics.blas import is_openblas, is_strip_faster, threads_for, use_threads
 from kakeya.mlx.numerics.openblas import Angles, suit
@@ -76,6 +77,8 @@ class LoadedModel:
     """Angles that its rotations share, where the network was made to suit OpenBLAS."""
     layout: str = "by output"
     """The order of its weights in memory; see `numerics.openblas`."""
+    tap: StateTap | None = None
+    """Takes hidden states for a drafter."""
     ring: RingShare | None = None
     """The place in a ring group, where this process holds only a share of the network."""
 
@@ -142,11 +145,13 @@ def load(
     blas_threads: int = 1,
     told: Callable[[LoadPhase, int, int], None] = lambda *_: None,
     ring: RingShare | None = None,
+    states_for: tuple[str, Path] | None = None,
 ) -> LoadedModel:
     """Load weights into memory; with slots for so many adapters of at most this rank.
 
     OpenBLAS gets so many threads, 0 = as the model's size suggests. `told` hears how far it is: the
     phase, the bytes that were read, and all bytes. `ring` leaves only this rank's share.
+    `states_for` is a drafter that reads hidden states, by its name and folder.
 
     Raises ConfigError when the folder lacks a part, or holds an architecture or weights that
     mlx-lm cannot read.
@@ -195,11 +200,30 @@ def load(
         weights_state=state if weights_state(folder) == state else "",
         angles=angles,
         layout=layout,
+        tap=_tap(network, model_id, states_for),
         ring=ring,
         adapters=AdapterSlots(network, count=adapter_slots, max_rank=adapter_rank, base=fingerprint)
         if adapter_slots > 0
         else None,
     )
+
+
+def _tap(network: nn.Module, model_id: str, states_for: tuple[str, Path] | None) -> StateTap | None:
+    """The tap for a drafter; None, with a reason in the log, where it cannot read this model."""
+    if states_for is None:
+        return None
+    try:
+        return StateTap(network, *states_for)
+    except (ConfigError, InvalidArgument) as problem:
+        event(
+            _log,
+            "the drafter gets no hidden states",
+            level=logging.WARNING,
+            model=model_id,
+            drafter=states_for[0],
+            problem=problem.message,
+        )
+        return None
 
 
 class WeightReading:

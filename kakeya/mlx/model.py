@@ -21,6 +21,7 @@ from kakeya.core.errors import KakeyaError
 from kakeya.core.log import event
 from kakeya.core.process import trim_heap
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.engine.model import (
     CHUNK_LIMIT_S,
     KEPT_BUFFER_BYTES,
@@ -108,7 +109,8 @@ class MlxModel:
             grid = () if is_row_exact(loaded, blocks) else nominal
         if not grid:
             chunk_tokens = _timed_chunk(self._found.speeds, chunk_tokens, blocks)
-        parts = len(state.cache) if can_split(loaded) else 1
+        # Only a piece alone, in one part, tells its hidden states.
+        parts = len(state.cache) if can_split(loaded) and loaded.tap is None else 1
         if loaded.ring is not None and loaded.ring.split is RingSplit.PIPELINE:
             parts = 1  # ranks have other numbers of layers
         return LoadedFacts(
@@ -135,6 +137,7 @@ class MlxModel:
             adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
             base_fingerprint=loaded.fingerprint,
             prefill_parts=parts,
+            states_for=loaded.tap.drafter_id if loaded.tap else "",
             kv_block_tokens=blocks.block_tokens if blocks else 0,
             kv_block_bytes=blocks.block_tokens * blocks.row_bytes if blocks else 0,
             kv_state_bytes=blocks.state_bytes if blocks else 0,
@@ -156,7 +159,7 @@ class MlxModel:
         self._facts = replace(
             facts,
             batch_rows=BATCH_ROWS if sharing is not None and not sharing.turns_reason else 1,
-            shares_pieces_from=sharing.pieces_from if sharing is not None else 0,
+            shares_pieces_from=sharing.pieces_from if sharing and not self._loaded.tap else 0,
             forward_costs_s=speeds.forwards_s,
             tokens_per_second=speeds.tokens_per_second,
             prefill_tokens_per_second=speeds.prefill_tokens_per_second(facts.prefill_chunk_tokens),
@@ -253,7 +256,13 @@ class MlxModel:
         launch_together(self._loaded, rows, tokens, self._assignment)
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
+        self,
+        prefix: Sequence[int],
+        size: int,
+        seed: int | None,
+        temperature: float,
+        steps: int = 1,
+        states: HiddenStates | None = None,
     ) -> Draft:
         """Draft `size` tokens after `prefix`; nothing is refined."""
         return self._drafter.draft(prefix, size, seed, temperature)

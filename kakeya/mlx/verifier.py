@@ -28,12 +28,14 @@ from mlx_lm.models.cache import (
 )
 
 from kakeya.core.errors import InvariantBroken, KakeyaError
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.processors.processors import LogitProcessors
 from kakeya.engine.model import KvView
 from kakeya.generation.frames import TokenLogprob
 from kakeya.generation.request import Sampling
 from kakeya.mlx.batch.slabs import PlacedKV, Seat, leave
 from kakeya.mlx.device import ends_with_device
+from kakeya.mlx.diffusion.tap import StateRows
 from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.kv.blocks import KvBlocks, Rings
 from kakeya.mlx.loader import LoadedModel
@@ -106,6 +108,7 @@ class MlxVerifier:
         self._refusal: KakeyaError | None = None
         self._slot = 0
         self._slots: mx.array | None = None
+        self._states = StateRows(model.tap) if model.tap else None
 
     @property
     def length(self) -> int:
@@ -177,7 +180,7 @@ class MlxVerifier:
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append tokens and wait until their KV is computed; their logits are not."""
         leave(self)
-        self._model.forward(_rows(tokens), self._cache, self._slots)
+        self._forward(_rows(tokens))
         if len(tokens) == 1:
             for layer in kv_layers.layers_of(self._cache):
                 kv_layers.straighten(layer)
@@ -245,7 +248,7 @@ class MlxVerifier:
 
     def step(self, row: mx.array) -> mx.array:
         """Append one row lazily; nothing is evaluated. Shapes: row [1] -> logits [1, V]."""
-        logits: mx.array = self._model.forward(row[None], self._cache, self._slots)[0]
+        logits: mx.array = self._forward(row[None])[0]
         self._length += 1
         return logits
 
@@ -269,7 +272,7 @@ class MlxVerifier:
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one forward; return the token selected after each of them."""
         self._stay_or_leave(len(tokens))
-        logits = self._model.forward(_rows(tokens), self._cache, self._slots)[0]
+        logits = self._forward(_rows(tokens))[0]
         selected = self._agreed(logits, self._length + 1, tokens[1:])
         self._length += len(tokens)
         rows = logprobs_of(logits, selected, [self._top_logprobs] * len(tokens))
@@ -294,6 +297,8 @@ class MlxVerifier:
             if trimmed not in (count, None):
                 raise InvariantBroken("trim", f"asked a layer for {count}, it trimmed {trimmed}")
         self._length -= count
+        if self._states is not None:
+            self._states.cut(self._length)
         if self.seat is not None:
             self.seat.trimmed(self._length)
         return True
@@ -345,6 +350,10 @@ class MlxVerifier:
             self._length = length
         return bool(grown)
 
+    def hidden_states(self, first: int, end: int) -> HiddenStates | None:
+        """Those of the tokens `first` to `end`, the newest that there are; None = none."""
+        return None if self._states is None else self._states.read(first, end)
+
     def layer_length(self) -> int:
         """The offset of the first layer that has one; else the bookkeeping."""
         for layer in self._cache:
@@ -353,6 +362,16 @@ class MlxVerifier:
                 if isinstance(member, (*_FREELY_TRIMMABLE, RotatingKVCache)):
                     return int(member.offset)
         return self._length
+
+    def _forward(self, rows: mx.array) -> mx.array:
+        """Append rows alone; the hidden states are kept where a drafter reads them."""
+        model = self._model
+        if self._states is None or model.tap is None:
+            return model.forward(rows, self._cache, self._slots)
+        with model.tap.open() as outputs:
+            logits = model.forward(rows, self._cache, self._slots)
+        self._states.add(self._length, model.tap.project(outputs)[0])
+        return logits
 
     def _stay_or_leave(self, tokens: int) -> None:
         """Prepare to append rows alone: leave a slab without room for them, or with few others."""

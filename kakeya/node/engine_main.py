@@ -163,6 +163,8 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--ring", choices=("tensor", "pipeline"), help="be a rank of mlx.launch")
     layers = "layers of each rank of a pipeline, from rank 0 on: 20,12"
     parser.add_argument("--layers", type=_numbers, default=(), help=layers)
+    states = "keep hidden states for this drafter: the name it is served under, and its folder"
+    parser.add_argument("--states-for", type=_named_folder, metavar="NAME=FOLDER", help=states)
     parser.add_argument("--findings", type=Path, help="folder of what is known of models")
     parser.add_argument(
         "--blas-threads",
@@ -179,6 +181,11 @@ def _parse(argv: list[str] | None) -> Namespace:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
+
+
+def _named_folder(text: str) -> tuple[str, Path]:
+    name, _, folder = text.partition("=")
+    return name, Path(folder)
 
 
 def _model_thread(
@@ -228,6 +235,7 @@ def load_model(options: Namespace) -> Model:
         adapter_rank=options.adapter_rank,
         blas_threads=options.blas_threads,
         told=told,
+        states_for=options.states_for,
     )
     told(LoadPhase.CHECK)
     load_s = time.perf_counter() - started

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kakeya.v1 import distributed_pb2 as kakeya_dot_v1_dot_distributed__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kakeya/v1/drafts.proto\x12\tkakeya.v1\x1a\x1bkakeya/v1/distributed.proto\"\xb9\x01\n\x12\x44raftStreamRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x0bkeep_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x61ppend_ids_le32\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\r\x12\x10\n\x08model_id\x18\x05 \x01(\t\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x07 \x01(\x02H\x01\x88\x01\x01\x42\x07\n\x05_seedB\x0e\n\x0c_temperature\"V\n\x13\x44raftStreamResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12.\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x1f.kakeya.v1.ProposeBlockResponse2f\n\x12\x44raftStreamService\x12P\n\x0b\x44raftStream\x12\x1d.kakeya.v1.DraftStreamRequest\x1a\x1e.kakeya.v1.DraftStreamResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kakeya/v1/drafts.proto\x12\tkakeya.v1\x1a\x1bkakeya/v1/distributed.proto\"\xe2\x01\n\x12\x44raftStreamRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x0bkeep_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x61ppend_ids_le32\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\r\x12\x10\n\x08model_id\x18\x05 \x01(\t\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\'\n\x06states\x18\x08 \x01(\x0b\x32\x17.kakeya.v1.HiddenStatesB\x07\n\x05_seedB\x0e\n\x0c_temperature\"O\n\x0cHiddenStates\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\r\n\x05width\x18\x03 \x01(\r\x12\x10\n\x08\x64\x61ta_f16\x18\x04 \x01(\x0c\"V\n\x13\x44raftStreamResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12.\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x1f.kakeya.v1.ProposeBlockResponse2f\n\x12\x44raftStreamService\x12P\n\x0b\x44raftStream\x12\x1d.kakeya.v1.DraftStreamRequest\x1a\x1e.kakeya.v1.DraftStreamResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kakeya.v1.drafts_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTSTREAMREQUEST']._serialized_start=67
-  _globals['_DRAFTSTREAMREQUEST']._serialized_end=252
-  _globals['_DRAFTSTREAMRESPONSE']._serialized_start=254
-  _globals['_DRAFTSTREAMRESPONSE']._serialized_end=340
-  _globals['_DRAFTSTREAMSERVICE']._serialized_start=342
-  _globals['_DRAFTSTREAMSERVICE']._serialized_end=444
+  _globals['_DRAFTSTREAMREQUEST']._serialized_end=293
+  _globals['_HIDDENSTATES']._serialized_start=295
+  _globals['_HIDDENSTATES']._serialized_end=374
+  _globals['_DRAFTSTREAMRESPONSE']._serialized_start=376
+  _globals['_DRAFTSTREAMRESPONSE']._serialized_end=462
+  _globals['_DRAFTSTREAMSERVICE']._serialized_start=464
+  _globals['_DRAFTSTREAMSERVICE']._serialized_end=566
 # @@protoc_insertion_point(module_scope)

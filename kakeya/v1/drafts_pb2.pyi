@@ -31,6 +31,7 @@ class DraftStreamRequest(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Rising from message to message; an answer names the one that it answers."""
     keep_tokens: _builtins.int
@@ -47,6 +48,12 @@ class DraftStreamRequest(_message.Message):
     """
     seed: _builtins.int
     temperature: _builtins.float
+    @_builtins.property
+    def states(self) -> Global___HiddenStates:
+        """The verifier's, of tokens of the text so far: each row once, in order. Rows that do not follow
+        the last ones begin anew.
+        """
+
     def __init__(
         self,
         *,
@@ -57,10 +64,11 @@ class DraftStreamRequest(_message.Message):
         model_id: _builtins.str = ...,
         seed: _builtins.int | None = ...,
         temperature: _builtins.float | None = ...,
+        states: Global___HiddenStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "seed", b"seed", "states", b"states", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "append_ids_le32", b"append_ids_le32", "keep_tokens", b"keep_tokens", "model_id", b"model_id", "seed", b"seed", "size", b"size", "temperature", b"temperature", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "append_ids_le32", b"append_ids_le32", "keep_tokens", b"keep_tokens", "model_id", b"model_id", "seed", b"seed", "size", b"size", "states", b"states", "temperature", b"temperature", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -72,6 +80,41 @@ class DraftStreamRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
 
 Global___DraftStreamRequest: _TypeAlias = DraftStreamRequest  # noqa: Y015
+
+@_typing.final
+class HiddenStates(_message.Message):
+    """Hidden states of a verifier for a drafter that reads them, projected by the drafter's own weights,
+    a row for each token from `first` on, without a gap.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    DATA_F16_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    """The fingerprint of the drafter's weights; states for others are left out."""
+    first: _builtins.int
+    width: _builtins.int
+    """Values of a row."""
+    data_f16: _builtins.bytes
+    """Rows, one behind the other, as little-endian float16."""
+    def __init__(
+        self,
+        *,
+        drafter: _builtins.str = ...,
+        first: _builtins.int = ...,
+        width: _builtins.int = ...,
+        data_f16: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_f16", b"data_f16", "drafter", b"drafter", "first", b"first", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HiddenStates: _TypeAlias = HiddenStates  # noqa: Y015
 
 @_typing.final
 class DraftStreamResponse(_message.Message):

@@ -12,6 +12,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kakeya.v1 import drafts_pb2 as _drafts_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -940,6 +941,7 @@ class DraftRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     token_ids_le32: _builtins.bytes
     size: _builtins.int
     seed: _builtins.int
@@ -947,6 +949,10 @@ class DraftRequest(_message.Message):
     temperature: _builtins.float
     num_steps: _builtins.int
     """How often a model that refines its drafts does so; 0 = once. Others ignore it."""
+    @_builtins.property
+    def states(self) -> _drafts_pb2.HiddenStates:
+        """The verifier's, for a drafter that reads them."""
+
     def __init__(
         self,
         *,
@@ -955,10 +961,11 @@ class DraftRequest(_message.Message):
         seed: _builtins.int | None = ...,
         temperature: _builtins.float | None = ...,
         num_steps: _builtins.int = ...,
+        states: _drafts_pb2.HiddenStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "seed", b"seed", "states", b"states", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "num_steps", b"num_steps", "seed", b"seed", "size", b"size", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "num_steps", b"num_steps", "seed", b"seed", "size", b"size", "states", b"states", "temperature", b"temperature", "token_ids_le32", b"token_ids_le32"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

@@ -101,7 +101,7 @@ def stage_texts(work: Path, rows: int) -> None:
     work.mkdir(parents=True, exist_ok=True)
     prompts = text_prompts(rows)
     verifier = load(str(MODELS / "kakeya-tiny"), "kakeya-tiny")
-    tap = LayerTap(verifier.network, CONFIG.verifier_layers, CONFIG.verifier_hidden_size)
+    tap = LayerTap(verifier.network, CONFIG.verifier_layers)
     width = CONFIG.verifier_hidden_size * len(CONFIG.verifier_layers)
     write = partial(np.lib.format.open_memmap, mode="w+")
     tokens = write(work / "tokens.npy", dtype=np.uint16, shape=(rows, LENGTH))

@@ -20,6 +20,7 @@ from pathlib import Path
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import pack_ids, unpack_ids
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.engine.model import DeviceLost, KvView, LoadedFacts, MemoryUse
 from kakeya.generation.frames import TokenLogprob
 from kakeya.generation.request import Sampling
@@ -121,6 +122,9 @@ class ToyState:
     def restore(self, blocks: Sequence[KvView]) -> None:
         self.import_blocks(blocks, self.length)
 
+    def hidden_states(self, first: int, end: int) -> HiddenStates | None:
+        return None
+
     def layer_length(self) -> int:
         return self.length
 
@@ -186,7 +190,13 @@ class ToyModel:
             state.launch(token)
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
+        self,
+        prefix: Sequence[int],
+        size: int,
+        seed: int | None,
+        temperature: float,
+        steps: int = 1,
+        states: HiddenStates | None = None,
     ) -> Draft:
         return Draft(source="none")
 

@@ -27,6 +27,7 @@ from kakeya.core.errors import (
 )
 from kakeya.core.log import event
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.generation.continuation import Continuation
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
 from kakeya.generation.frames import Frame
@@ -135,6 +136,7 @@ class EngineBackend(EngineLife):
         seed: int | None = None,
         temperature: float | None = None,
         num_steps: int = 1,
+        states: HiddenStates | None = None,
     ) -> Draft:
         """Draft with this model, without waiting for a restart: a late draft is worth nothing."""
         if not prefix or size < 1:
@@ -148,6 +150,7 @@ class EngineBackend(EngineLife):
             seed=seed,
             temperature=temperature,
             num_steps=num_steps,
+            states=states,
             timeout_s=self.options.draft_timeout_s,
         )
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from kakeya.backends.engine.client import EngineClient, EngineMemoryLimits
 from kakeya.core.clock import Clock
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
 from kakeya.generation.frames import Frame, KvWant
 from kakeya.generation.kv import KvOffer, PageRef
@@ -41,6 +42,7 @@ class ChildClient(Protocol):
         seed: int | None,
         temperature: float | None,
         num_steps: int = 1,
+        states: HiddenStates | None = None,
         timeout_s: float,
     ) -> Draft:
         """Draft at most `size` tokens after `prefix`."""

@@ -16,7 +16,9 @@ from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import InvariantBroken, KakeyaError, PeerProtocol, PeerUnavailable
 from kakeya.core.tasks import is_cancelled
 from kakeya.core.units import pack_ids
+from kakeya.decoding.draft.convert import states_to_wire
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.generation.engine_wire import (
     facts_from_wire,
     footprint_from_wire,
@@ -189,6 +191,7 @@ class EngineClient:
         seed: int | None,
         temperature: float | None,
         num_steps: int = 1,
+        states: HiddenStates | None = None,
         timeout_s: float,
     ) -> Draft:
         """Draft at most `size` tokens after `prefix` with this engine's model."""
@@ -198,6 +201,7 @@ class EngineClient:
             seed=seed,
             temperature=temperature,
             num_steps=num_steps,
+            states=states_to_wire(states) if states is not None else None,
         )
         with self._told():
             reply = await self._stub.Draft(request, timeout=timeout_s)

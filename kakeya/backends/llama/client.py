@@ -35,6 +35,7 @@ from kakeya.core.errors import (
 from kakeya.core.gguf import gguf_fingerprint, gguf_shards, read_gguf
 from kakeya.core.process import resident_bytes
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.generation.facts import EngineStats, Footprint, ModelFacts
 from kakeya.generation.frames import Done, Frame, Tokens, Usage
 from kakeya.generation.kv import NO_KV, KvOffer, PageRef
@@ -195,6 +196,7 @@ class LlamaClient:
         seed: int | None,
         temperature: float | None,
         num_steps: int = 1,
+        states: HiddenStates | None = None,
         timeout_s: float,
     ) -> Draft:
         """Raises UnknownMethod."""

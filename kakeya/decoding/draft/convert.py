@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from kakeya.core.errors import InvalidArgument, PeerProtocol
 from kakeya.core.units import pack_ids, unpack_ids
 from kakeya.decoding.draft.proposer import Draft, SamplingNoise
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.v1 import distributed_pb2 as pb
+from kakeya.v1 import drafts_pb2 as drafts_pb
 
 MAX_PREFIX_TOKENS = 128 * 1024
 MAX_BLOCK_TOKENS = 1024
@@ -101,6 +103,22 @@ def draft_to_wire(draft: Draft, request: pb.ProposeBlockRequest) -> pb.ProposeBl
         draft_us=draft.draft_us,
         match_length=draft.match_length,
     )
+
+
+def states_to_wire(states: HiddenStates) -> drafts_pb.HiddenStates:
+    """Write hidden states."""
+    return drafts_pb.HiddenStates(
+        drafter=states.drafter, first=states.first, width=states.width, data_f16=states.data
+    )
+
+
+def states_from_wire(message: drafts_pb.HiddenStates, tokens: int) -> HiddenStates:
+    """Read those of a text with so many tokens. Raises InvalidArgument."""
+    states = HiddenStates(
+        drafter=message.drafter, first=message.first, width=message.width, data=message.data_f16
+    )
+    states.check(tokens)
+    return states
 
 
 def draft_from_wire(

@@ -14,22 +14,26 @@ the RemoteProposer below it; a peer that answers no request of ours loses its st
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import TypeAlias
 
 import grpc
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import PeerProtocol
 from kakeya.core.units import pack_ids
-from kakeya.decoding.draft.convert import MAX_PREFIX_TOKENS, WORD
+from kakeya.decoding.draft.convert import MAX_PREFIX_TOKENS, WORD, states_to_wire
 from kakeya.decoding.draft.proposer import Draft, SamplingNoise
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.ngram.ngram import ROLLBACK
 from kakeya.decoding.remote.remote import RemoteProposer, RemoteProposerError, StreamCall
 from kakeya.decoding.remote.sender import PendingDraft
 from kakeya.v1.distributed_pb2 import ProposeBlockResponse
 from kakeya.v1.drafts_pb2 import DraftStreamRequest
 
+StatesFrom: TypeAlias = Callable[[int], HiddenStates | None]
+"""Gives the hidden states of committed tokens from one on, as far as there are any."""
 RETRY_S = 10.0
 """After the end of a stream, the peer is asked by unary calls for so long before another."""
 RETRY_WITHOUT_S = 600.0
@@ -156,7 +160,8 @@ class StreamedPeer:
     Prefixes of one generation differ from each other near their ends only.
     """
 
-    def __init__(self, proposer: RemoteProposer) -> None:
+    def __init__(self, proposer: RemoteProposer, states: StatesFrom | None = None) -> None:
+        """`states` are the verifier's, for a drafter that reads them; they travel on a stream."""
         self.name = proposer.name
         self.extended = proposer.extended
         self.clock = proposer.clock
@@ -164,6 +169,8 @@ class StreamedPeer:
         self._stream: DraftStream | None = None
         self._told: Sequence[int] = ()
         self._version = 0
+        self._states = states
+        self._stated = 0
 
     def prepare(self, prefix: Sequence[int], *, noise: SamplingNoise | None) -> None:
         """Open a stream and tell the text, before drafts are needed."""
@@ -175,6 +182,7 @@ class StreamedPeer:
             and self._proposer.may_stream()
         ):
             self._stream, self._told, self._version = DraftStream(self._proposer), (), 0
+            self._stated = 0
             opening = self._message(list(prefix), 0)
             opening.model_id = self._proposer.model_id
             if noise is not None:
@@ -229,12 +237,16 @@ class StreamedPeer:
         keep = _shared(self._told, prefix)
         self._version += 1
         self._told = prefix
-        return DraftStreamRequest(
+        message = DraftStreamRequest(
             version=self._version,
             keep_tokens=keep,
             append_ids_le32=pack_ids(prefix[keep:]),
             size=size,
         )
+        if self._states is not None and (states := self._states(self._stated)) is not None:
+            message.states.CopyFrom(states_to_wire(states))
+            self._stated = states.end
+        return message
 
 
 def _shared(told: Sequence[int], prefix: Sequence[int]) -> int:

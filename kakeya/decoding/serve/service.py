@@ -24,6 +24,7 @@ from kakeya.core.errors import DeadlineExceeded, InvalidArgument, KakeyaError, N
 from kakeya.core.log import event
 from kakeya.decoding.draft.convert import check_sizes, draft_to_wire, prefix_from_wire
 from kakeya.decoding.draft.proposer import BlockProposer, Draft, Proposer, as_proposer
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.generation.place_rate import PlaceRate
 from kakeya.v1 import distributed_pb2 as pb
@@ -49,6 +50,7 @@ class AsyncDrafter(Protocol):
         seed: int | None,
         temperature: float,
         num_steps: int,
+        states: HiddenStates | None,
     ) -> Draft:
         """Draft at most `size` tokens; with a seed, in the way of a verifier that has it."""
         ...
@@ -170,7 +172,11 @@ class ProposerQueue:
         self._thread.shutdown(wait=False)
 
     async def draft(
-        self, request: pb.ProposeBlockRequest, prefix: list[int], expires_mono: float | None
+        self,
+        request: pb.ProposeBlockRequest,
+        prefix: list[int],
+        expires_mono: float | None,
+        states: HiddenStates | None = None,
     ) -> Draft:
         """Wait for the proposer's turn, then draft. Raises QueueFull, DeadlineExceeded."""
         if self._taken > self._limit:
@@ -188,12 +194,14 @@ class ProposerQueue:
                     await asyncio.wait((self._job,))
                 if expires_mono is not None and self._clock.mono() >= expires_mono:
                     raise DeadlineExceeded("the deadline passed before the request had its turn")
-                return await self._work(request, prefix)
+                return await self._work(request, prefix, states)
         finally:
             self._rate.freed(is_full=self._taken > self._limit)
             self._taken -= 1
 
-    async def _work(self, request: pb.ProposeBlockRequest, prefix: list[int]) -> Draft:
+    async def _work(
+        self, request: pb.ProposeBlockRequest, prefix: list[int], states: HiddenStates | None
+    ) -> Draft:
         began = self._clock.mono()
         proposer, size = self.proposer, request.block_size
         if isinstance(proposer, AsyncDrafter):
@@ -204,6 +212,7 @@ class ProposerQueue:
                 seed=seed,
                 temperature=request.temperature,
                 num_steps=request.num_steps,
+                states=states,
             )
         elif isinstance(proposer, NGramProposer) and proposer.unseen(prefix) <= INLINE_TOKENS:
             draft = proposer.propose(prefix, size, request.num_steps)

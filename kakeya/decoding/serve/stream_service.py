@@ -22,8 +22,14 @@ import grpc.aio
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.errors import InvalidArgument, QueueFull, Unauthenticated
 from kakeya.core.units import unpack_ids
-from kakeya.decoding.draft.convert import MAX_BLOCK_TOKENS, MAX_PREFIX_TOKENS, draft_to_wire
+from kakeya.decoding.draft.convert import (
+    MAX_BLOCK_TOKENS,
+    MAX_PREFIX_TOKENS,
+    draft_to_wire,
+    states_from_wire,
+)
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.ngram.ngram import KEPT_TOKENS, ROLLBACK, NGramIndex, NGramProposer
 from kakeya.decoding.serve.service import (
     INLINE_TOKENS,
@@ -206,6 +212,7 @@ class _Text:
         self._ngrams = proposer if isinstance(proposer, NGramProposer) else None
         self.index: NGramIndex | None = None if self._ngrams is None else self._ngrams.follow()
         self._tokens: list[int] = [] if self.index is None else self.index.tokens
+        self._states: HiddenStates | None = None
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -238,8 +245,17 @@ class _Text:
             raise InvalidArgument(
                 f"size is {message.size}, it must be 0 to {MAX_BLOCK_TOKENS}", param="size"
             )
+        states = None
+        if message.HasField("states"):
+            states = states_from_wire(message.states, keep + len(packed) // 4)
         self._version = message.version
+        self._take(keep, states)
         return unpack_ids(packed)
+
+    def _take(self, keep: int, states: HiddenStates | None) -> None:
+        """Keep the hidden states of tokens that stand, and add others."""
+        held = self._states.between(0, keep) if self._states is not None else None
+        self._states = held.followed_by(states) if held and states else states or held
 
     def cut(self, length: int) -> None:
         """Take tokens back."""
@@ -267,7 +283,7 @@ class _Text:
         if self._opening.HasField("seed"):
             asked.seed = self._opening.seed
             asked.temperature = self._opening.temperature
-        draft = await self._desk.draft(asked, list(self._tokens), now + self._draft_s)
+        draft = await self._desk.draft(asked, list(self._tokens), now + self._draft_s, self._states)
         return _answer(message, draft)
 
 

@@ -26,7 +26,7 @@ from kakeya.decoding.processors.grammar import GRAMMAR, GrammarMatcher
 from kakeya.decoding.remote.draft_book import RemoteDraftBook
 from kakeya.decoding.remote.remote import RemoteProposer
 from kakeya.decoding.remote.sender import PendingDraft
-from kakeya.decoding.remote.stream import StreamedDraft, StreamedPeer
+from kakeya.decoding.remote.stream import StatesFrom, StreamedDraft, StreamedPeer
 from kakeya.generation.frames import SourceUsage
 from kakeya.generation.request import DraftSource, Sampling
 from kakeya.wire.security import TlsMaterial
@@ -61,8 +61,16 @@ class RemoteBooks:
     def __len__(self) -> int:
         return len(self._shared)
 
-    def open(self, spec: DraftSource, vocab_size: int, noise: SamplingNoise | None) -> RemoteBook:
+    def open(
+        self,
+        spec: DraftSource,
+        vocab_size: int,
+        noise: SamplingNoise | None,
+        states: StatesFrom | None = None,
+    ) -> RemoteBook:
         """A new book of drafts from a peer, for one sequence, until `close`.
+
+        `states` are those that the peer's drafter reads.
 
         Raises ConfigError when the peer must be asked over TLS and there are no usable keys.
         """
@@ -84,7 +92,7 @@ class RemoteBooks:
             shared = self._shared[spec] = _Shared(proposer, tls)
         shared.books += 1
         self._shared.move_to_end(spec)
-        return RemoteDraftBook(StreamedPeer(shared.proposer), noise)
+        return RemoteDraftBook(StreamedPeer(shared.proposer, states), noise)
 
     def close(self, spec: DraftSource, book: RemoteBook) -> None:
         """End a book; once for each `open`."""
@@ -118,7 +126,9 @@ class Drafting:
         sampling: Sampling,
         timer: Callable[[], float] = time.perf_counter,
         grammar: GrammarMatcher | None = None,
+        states: tuple[str, StatesFrom] | None = None,
     ) -> None:
+        """`states` are those of the sequence, for the drafter of this name."""
         self._controller = controller
         self._vocab_size = vocab_size
         self._timer = timer
@@ -132,16 +142,19 @@ class Drafting:
         if self._forces:
             self._tallies[GRAMMAR] = SourceUsage(source=GRAMMAR)
         self._waited_s = dict.fromkeys(self._tallies, 0.0)
-        self._books = self._open(_noise(sampling))
+        self._books = self._open(_noise(sampling), *(states or ("", None)))
         self._unasked = set(self._books)
         self._shadows = ShadowScorer(self)
 
-    def _open(self, noise: SamplingNoise | None) -> dict[str, RemoteBook]:
+    def _open(
+        self, noise: SamplingNoise | None, drafter: str, states: StatesFrom | None
+    ) -> dict[str, RemoteBook]:
         """A book for each peer; one that cannot be asked costs its drafts, not the generation."""
         opened = {}
         for name, spec in list(self._remote.items()):
             try:
-                opened[name] = self._shared_books.open(spec, self._vocab_size, noise)
+                read = states if spec.model_id == drafter else None
+                opened[name] = self._shared_books.open(spec, self._vocab_size, noise, read)
             except (ConfigError, InvalidArgument) as problem:
                 del self._remote[name]
                 self._tallies[name].failed += 1

@@ -31,6 +31,7 @@ from kakeya.core.errors import InvariantBroken, NotFound
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.draft.decoder import Commit, Decoding
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.processors.grammar import GrammarMatcher, Grammars
 from kakeya.decoding.processors.processors import processors_of
 from kakeya.engine.adapters.slots import EngineAdapters, SlottedAdapter
@@ -133,6 +134,7 @@ class SequenceRun:
                 facts.vocab_size,
                 job.sampling,
                 grammar=grammar,
+                states=(facts.states_for, self._states_from) if facts.states_for else None,
             )
         except BaseException:
             self._leave_adapter()
@@ -210,6 +212,10 @@ class SequenceRun:
         self._finished = True
         self._drafting.close()
         self._leave_adapter()
+
+    def _states_from(self, first: int) -> HiddenStates | None:
+        """Hidden states from a token on; the row of the last one may not be computed yet."""
+        return self.state.hidden_states(first, len(self._decoding.history) - 1)
 
     def _leave_adapter(self) -> None:
         """Let the slot go, once; `_adapter` stays, since it names the adapter of the KV."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 from kakeya.core.errors import ConfigError, Unsupported
 from kakeya.core.ids import BLOCK_DIFFUSION
 from kakeya.core.process import trim_heap
-from kakeya.core.weight_files import weight_files
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.engine.model import (
     KEPT_BUFFER_BYTES,
     LoadedFacts,
@@ -27,7 +27,7 @@ from kakeya.engine.model import (
 from kakeya.generation.progress import LoadPhase
 from kakeya.mlx.device import ends_with_device, forbid_wired_limit, working_set_bytes
 from kakeya.mlx.diffusion.drafter import BlockDiffusionDrafter
-from kakeya.mlx.diffusion.network import BlockDiffusion, BlockDiffusionConfig
+from kakeya.mlx.diffusion.network import read_network
 from kakeya.mlx.loader import (
     WeightReading,
     resolve_folder,
@@ -47,22 +47,6 @@ def is_block_diffusion(folder: Path) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def read_network(folder: Path) -> BlockDiffusion:
-    """Make the network of a folder, with its weights unread, in float32 on a CPU.
-
-    Raises ConfigError.
-    """
-    network = BlockDiffusion(BlockDiffusionConfig.read(folder))
-    try:
-        read = [cast("dict[str, mx.array]", mx.load(str(file))) for file in weight_files(folder)]
-        network.load_weights([part for weights in read for part in weights.items()], strict=True)
-    except (ValueError, RuntimeError, OSError) as failure:
-        raise ConfigError(f"weights in {str(folder)!r} cannot be read: {failure}") from failure
-    if mx.default_device().type == mx.DeviceType.cpu:
-        network.set_dtype(mx.float32)
-    return network
 
 
 @ends_with_device
@@ -152,10 +136,16 @@ class DiffusionModel:
         self.open()
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
+        self,
+        prefix: Sequence[int],
+        size: int,
+        seed: int | None,
+        temperature: float,
+        steps: int = 1,
+        states: HiddenStates | None = None,
     ) -> Draft:
         """Draft at most `size` tokens after `prefix`, in at most `steps` passes."""
-        return self._drafter.draft(prefix, size, steps, seed, temperature)
+        return self._drafter.draft(prefix, size, steps, seed, temperature, states)
 
     def chores(self) -> Iterator[float]:
         """None."""

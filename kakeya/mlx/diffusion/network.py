@@ -13,12 +13,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from kakeya.core.errors import ConfigError
+from kakeya.core.weight_files import weight_files
 
 Rotation = tuple[mx.array, mx.array]
 """Cosines and sines of positions; each [positions, head_dim / 2]."""
@@ -225,3 +226,19 @@ def _rotate(x: mx.array, turned: Rotation) -> mx.array:
 def joined(outputs: Sequence[Any]) -> mx.array:
     """Outputs of layers beside each other. Shapes: each [.., H] -> [.., layers * H]."""
     return mx.concatenate(list(outputs), axis=-1)
+
+
+def read_network(folder: Path) -> BlockDiffusion:
+    """Make the network of a folder, with its weights unread, in float32 on a CPU.
+
+    Raises ConfigError.
+    """
+    network = BlockDiffusion(BlockDiffusionConfig.read(folder))
+    try:
+        read = [cast("dict[str, mx.array]", mx.load(str(file))) for file in weight_files(folder)]
+        network.load_weights([part for weights in read for part in weights.items()], strict=True)
+    except (ValueError, RuntimeError, OSError) as failure:
+        raise ConfigError(f"weights in {str(folder)!r} cannot be read: {failure}") from failure
+    if mx.default_device().type == mx.DeviceType.cpu:
+        network.set_dtype(mx.float32)
+    return network

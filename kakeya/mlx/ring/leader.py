@@ -17,6 +17,7 @@ from typing import cast
 
 from kakeya.core.errors import KakeyaError, Unsupported
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.engine.model import DeviceLost, PromptForward, SequenceState
 from kakeya.engine.ring.leader import RingLeader
 from kakeya.mlx.loader import LoadedModel
@@ -164,7 +165,13 @@ class RingModel(MlxModel):
             super().launch_together(states, tokens)
 
     def draft(
-        self, prefix: Sequence[int], size: int, seed: int | None, temperature: float, steps: int = 1
+        self,
+        prefix: Sequence[int],
+        size: int,
+        seed: int | None,
+        temperature: float,
+        steps: int = 1,
+        states: HiddenStates | None = None,
     ) -> Draft:
         """Raises Unsupported."""
         raise Unsupported("a ring group drafts for no peer: it is slower than a node alone")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kakeya.backends.engine.backend import EngineBackend
-from kakeya.core.errors import KakeyaError
+from kakeya.core.errors import InvalidArgument, KakeyaError
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.v1 import distributed_pb2 as pb
 from tests.backends.engine.test_backend import collect, request
@@ -37,6 +39,16 @@ async def test_an_engine_drafts_in_as_many_steps_as_asked(tmp_path: Path) -> Non
             assert answer.num_valid == min(size, SMALL.block_tokens)
             assert answer.diffusion_steps == answer.forward_passes == min(steps, answer.num_valid)
             assert answer.peak_activation_bytes > 0
+        prefix, width = [5, 6, 7, 8], SMALL.hidden_size
+        states = HiddenStates(
+            drafter=facts.base_fingerprint, first=0, width=width, data=b"\x00\x3c" * 3 * width
+        )
+        without = await engine.draft(prefix, 6)
+        other = replace(states, drafter="other")
+        assert (await engine.draft(prefix, 6, states=other)).confidence == without.confidence
+        assert (await engine.draft(prefix, 6, states=states)).confidence != without.confidence
+        with pytest.raises(InvalidArgument, match="tokens 0 to 3, and the text has 2"):
+            await engine.draft(prefix[:2], 2, states=states)
         with pytest.raises(KakeyaError, match="m only drafts"):
             await collect(engine, request(max_tokens=4))
         assert (await engine.draft([5, 6], 2)).tokens  # it serves on

@@ -15,6 +15,7 @@ import pytest
 from kakeya.core.units import pack_ids
 from kakeya.decoding.draft.decoder import Decoding
 from kakeya.decoding.draft.proposer import Draft, SamplingNoise
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.ngram.ngram import ROLLBACK, NGramIndex, NGramProposer
 from kakeya.decoding.remote.breaker import BreakerState
 from kakeya.decoding.remote.draft_book import RemoteDraftBook
@@ -149,6 +150,7 @@ class Model:
         seed: int | None,
         temperature: float,
         num_steps: int,
+        states: HiddenStates | None,
     ) -> Draft:
         self.asked.append((list(prefix), seed, temperature))
         if len(self.asked) <= self.hanging:
@@ -213,6 +215,12 @@ def told(
     )
 
 
+def stated(**states: object) -> drafts_pb2.DraftStreamRequest:
+    message = told(6, 200, 1)
+    message.states.CopyFrom(drafts_pb2.HiddenStates(**states))  # type: ignore[arg-type]
+    return message
+
+
 FIRST = told(5, 0, *([1, 2] * 100))
 
 
@@ -227,6 +235,9 @@ FIRST = told(5, 0, *([1, 2] * 100))
             drafts_pb2.DraftStreamRequest(version=6, keep_tokens=200, append_ids_le32=b"abc"),
             grpc.StatusCode.INVALID_ARGUMENT,
         ),
+        (stated(first=200, width=2, data_f16=b"1234" * 2), grpc.StatusCode.INVALID_ARGUMENT),
+        (stated(first=0, width=2, data_f16=b"123"), grpc.StatusCode.INVALID_ARGUMENT),
+        (stated(first=0, width=0, data_f16=b""), grpc.StatusCode.INVALID_ARGUMENT),
         (told(6, 200, *([1] * 101)), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )

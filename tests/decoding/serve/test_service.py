@@ -348,7 +348,7 @@ class FakeDrafter:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int, int | None, float, int]] = []
 
-    async def draft(self, prefix, size, *, seed, temperature, num_steps):
+    async def draft(self, prefix, size, *, seed, temperature, num_steps, states):
         self.asked.append((list(prefix), size, seed, temperature, num_steps))
         return Draft(source="m", tokens=(4,) * size, confidence=(0.5,) * size, forward_passes=size)
 

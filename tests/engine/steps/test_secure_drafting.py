@@ -19,6 +19,7 @@ from kakeya.backends.engines import engine_command
 from kakeya.core.clock import SystemClock
 from kakeya.core.units import pack_ids
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.engine.steps.drafting import Drafting, RemoteBooks
@@ -53,6 +54,7 @@ class Recording:
         seed: int | None,
         temperature: float,
         num_steps: int,
+        states: HiddenStates | None,
     ) -> Draft:
         self.callers.append(current_caller())
         return Draft(source="m", tokens=(5,) * size, forward_passes=size)

@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from kakeya.core.errors import InvalidArgument
 from kakeya.decoding.control.controller import DraftController
 from kakeya.decoding.draft.proposer import Draft
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.decoding.remote.draft_book import BookCounts
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.engine.model import CHUNK_LIMIT_S, LEAST_CHUNK_TOKENS, LoadedFacts
@@ -87,6 +88,7 @@ class RecordingDrafter:
         seed: int | None,
         temperature: float,
         num_steps: int,
+        states: HiddenStates | None,
     ) -> Draft:
         self.told.add((seed, temperature))
         return Draft(source="m", tokens=(5,) * size, forward_passes=size)
