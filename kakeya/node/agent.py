@@ -26,9 +26,7 @@ from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
 from kakeya.backends.relay.relays import Relays
 from kakeya.backends.resident import ResidentModel
-from kakeya.backends.ring.calls import RingPeers
-from kakeya.backends.ring.groups import RingGroups
-from kakeya.backends.ring.host import RankHost
+from kakeya.backends.ring.groups import node_rings
 from kakeya.config.config import NodeConfig, manifests_of, read_again
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
@@ -202,7 +200,17 @@ class Agent:
             self._engines.of_role(ModelRole.EMBEDDER),
             tuple(self._memory.images.by_id.values()),
         )
-        self._rings = self._ring_groups()
+        home = self._memory.group_home()
+        home.opened, home.closed = self._group_opened, self._models.remove
+        self._rings = node_rings(
+            home,
+            self._plane,
+            self._command,
+            folder=self._folder,
+            pulled=self._config.weights.models_folder(self._folder),
+            clock=self._clock,
+            on_change=self._changed.set,
+        )
         self._group_seat = lambda: self._rings.ring_address
         await self._rings.restore()
         self._engines.follow(self._rings.model_changed)
@@ -336,22 +344,6 @@ class Agent:
                 level=logging.WARNING,
                 problem=problem.message,
             )
-
-    def _ring_groups(self) -> RingGroups:
-        peers = RingPeers(self._plane, self._clock)
-        sockets = sockets_folder(self._folder)
-        host = RankHost(
-            self._memory.arbiter,
-            self._command,
-            sockets,
-            label=lambda: peers.own_label,
-            on_change=self._changed.set,
-        )
-        home = self._memory.group_home()
-        home.opened, home.closed = self._group_opened, self._models.remove
-        return RingGroups(
-            home, peers, host, folder=self._folder, sockets=sockets, clock=self._clock
-        )
 
     def _group_opened(self, model: ResidentModel) -> None:
         model.on_usage = self._suspect_failed_drafters

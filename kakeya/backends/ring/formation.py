@@ -65,11 +65,6 @@ class Lenders(Protocol):
         """The id of this node."""
         ...
 
-    @property
-    def own_label(self) -> str:
-        """Its name for people."""
-        ...
-
     def get(self, node_id: str) -> RankLender:
         """A node. Raises PeerUnavailable."""
         ...
@@ -81,13 +76,15 @@ async def no_check(spec: RingSpec, client: ChildClient) -> str:
 
 
 class Formation:
-    """See the module. `facts` are those of the weights here; `check` is the one point at which it
+    """See the module. `find` gives the folder of the weights here, and `facts` what all ranks must
+    have in common with it; `check` is the one point at which it
     is decided whether a loaded group is ready."""
 
     def __init__(
         self,
         spec: RingSpec,
         lenders: Lenders,
+        find: Callable[[RingSpec], Path],
         sockets: Path | None,
         *,
         check: GroupCheck = no_check,
@@ -95,6 +92,7 @@ class Formation:
     ) -> None:
         self._spec = spec
         self._lenders = lenders
+        self._find = find
         self._sockets = sockets
         self._check = check
         self._facts = facts
@@ -133,8 +131,8 @@ class Formation:
             raise
 
     async def _gather(self, stack: AsyncExitStack) -> FormedRing:
-        spec, own_label = self._spec, self._lenders.own_label
-        folder = await asyncio.to_thread(weights.folder_of, spec, own_label)
+        spec = self._spec
+        folder = await asyncio.to_thread(self._find, spec)
         own = await asyncio.to_thread(self._facts, folder)
         for rank in range(1, len(spec.seats)):
             order = RankOrder(spec=spec, rank=rank, leader=self._lenders.own_id)

@@ -15,10 +15,11 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kakeya.backends.engines import EngineCommand, sockets_folder
 from kakeya.backends.resident import ResidentModel
 from kakeya.backends.ring import weights
 from kakeya.backends.ring.calls import RingPeers
@@ -47,6 +48,7 @@ from kakeya.fleet.placement.ring import seat_address
 from kakeya.generation.facts import ModelState
 from kakeya.generation.manifest import Manifest
 from kakeya.memory.api import Terms
+from kakeya.prefix.peers.peers import Neighbourhood
 
 _log = logging.getLogger(__name__)
 FILE = "ring-groups.json"
@@ -242,7 +244,9 @@ class RingGroups:
                 f"a ring group {spec.name} is wished for already; end it with `kakeya ring down "
                 f"{spec.name}`, or give the new one another --name"
             )
-        formation = Formation(spec, self._peers, self._sockets, check=self._check)
+        formation = Formation(
+            spec, self._peers, self.host.own.folder, self._sockets, check=self._check
+        )
         group = self._groups[spec.name] = LedGroup(spec, formation)
         group.state = GroupState(since_mono=self._clock.mono())
         return group
@@ -286,10 +290,12 @@ class RingGroups:
 
     async def _register(self, group: LedGroup) -> ResidentModel:
         spec = group.spec
-        folder = await asyncio.to_thread(weights.folder_of, spec, self._peers.own_label)
+        folder = await asyncio.to_thread(self.host.own.folder, spec)
         whole = await asyncio.to_thread(weights.estimate_of, folder)
         group.size = weights.rank_size(spec, 0, whole)
-        pinned = replace(spec.model(), manifest=Manifest(pin=True, may_displace_text=True))
+        pinned = replace(
+            spec.model(), source=str(folder), manifest=Manifest(pin=True, may_displace_text=True)
+        )
         group.model = self._home.add(pinned, group.formation.form, group.size)
         return group.model
 
@@ -378,3 +384,22 @@ class RingGroups:
             "state": "up" if is_up else "loading" if load else "leased" if is_there else "away",
             "load": "" if is_up else load,
         }
+
+
+def node_rings(
+    home: GroupHome,
+    plane: Neighbourhood,
+    command: EngineCommand,
+    *,
+    folder: Path,
+    pulled: Path,
+    clock: Clock,
+    on_change: Callable[[], None],
+) -> RingGroups:
+    """The groups of a node with this data directory and folder of pulled models; `on_change` is
+    called when the ranks here have changed."""
+    peers = RingPeers(plane, clock)
+    sockets = sockets_folder(folder)
+    own = weights.OwnWeights(lambda: peers.own_label, home.sources, pulled)
+    host = RankHost(home.arbiter, own, command, sockets, on_change=on_change)
+    return RingGroups(home, peers, host, folder=folder, sockets=sockets, clock=clock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
 from kakeya.backends.engine.engine import OtherRanks
@@ -34,6 +34,11 @@ class GroupHome:
         self._clock = clock
         self.opened: Callable[[ResidentModel], None] = lambda _: None
         self.closed: Callable[[ResidentModel], None] = lambda _: None
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """The folders of the node's models, by id."""
+        return self._engines.sources
 
     def add(
         self,

@@ -133,22 +133,21 @@ class HostedRank:
 
 
 class RankHost:
-    """See the module. `label` is this node's name for people; `on_change` is called when the ranks
-    here have changed."""
+    """See the module. `on_change` is called when the ranks here have changed."""
 
     def __init__(
         self,
         arbiter: MemoryArbiter,
+        own: weights.OwnWeights,
         command: EngineCommand,
         sockets: Path | None,
         *,
-        label: Callable[[], str],
         on_change: Callable[[], None],
     ) -> None:
         self._arbiter = arbiter
+        self.own = own
         self._command = command
         self._sockets = sockets
-        self._label = label
         self._on_change = on_change
         self._sizes: dict[str, int] = {}
         self._ranks: dict[str, HostedRank] = {}
@@ -171,7 +170,7 @@ class RankHost:
         """A rank here. Raises NotFound."""
         found = self._ranks.get(f"{name}#{rank}")
         if found is None:
-            raise NotFound(f"{self._label()} has no rank {rank} of a ring group {name[:80]!r}")
+            raise NotFound(f"{self.own.label()} has no rank {rank} of a ring group {name[:80]!r}")
         return found
 
     @asynccontextmanager
@@ -181,7 +180,7 @@ class RankHost:
         Raises ConfigError without the weights, Conflict for the rank of another leader,
         MemoryRefused.
         """
-        folder = await asyncio.to_thread(weights.folder_of, order.spec, self._label())
+        folder = await asyncio.to_thread(self.own.folder, order.spec)
         await self._replace(order)
         whole = await asyncio.to_thread(weights.estimate_of, folder)
         size = weights.rank_size(order.spec, order.rank, whole).bytes
@@ -243,7 +242,7 @@ class RankHost:
             return
         if known.order.leader != order.leader:
             raise Conflict(
-                f"{self._label()} has a rank {order.rank} of {order.spec.name} already, in the "
+                f"{self.own.label()} has a rank {order.rank} of {order.spec.name} already, in the "
                 f"group that {known.order.leader} leads"
             )
         await self.end(order.spec.name, order.rank)
@@ -255,7 +254,7 @@ class RankHost:
             await stack.enter_async_context(self._arbiter.acquire(CAPABILITY, order.key, terms))
         except (MemoryRefused, DeadlineExceeded) as no:
             size = self._sizes[order.key]
-            raise lends_not(self._label(), order.rank, size, self._arbiter, no) from no
+            raise lends_not(self.own.label(), order.rank, size, self._arbiter, no) from no
 
     def _forget(self, key: str) -> None:
         with contextlib.suppress(NotFound, Conflict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from kakeya.adapters.files.base import base_fingerprint
 from kakeya.backends.ring.spec import RingSpec
 from kakeya.backends.sizes import FIRST_KV_TOKENS, LeaseSize
 from kakeya.core.errors import ConfigError, InvalidArgument
-from kakeya.generation.spec import is_gguf, resolve
+from kakeya.generation.spec import is_gguf, resolve, where_pulled
 from kakeya.memory.estimate.estimate import Estimate, cached_snapshot, estimate_source
 from kakeya.memory.estimate.size_file import hub_folder
 
@@ -22,21 +22,39 @@ _UNEVEN = 1.1
 """Shares are of whole heads and layers, and a pipeline's ranks all have the embedding."""
 
 
-def folder_of(spec: RingSpec, label: str) -> Path:
-    """The model's folder at the node of this label. Raises ConfigError."""
-    try:
-        found = resolve(spec.model())
-    except ConfigError as problem:
-        raise _missing(spec, label, problem.message) from problem
-    if is_gguf(found):
-        raise ConfigError(f"{found} is a model for llama-server; a ring group shares safetensors")
-    folder = Path(found)
-    if not folder.is_dir():
+class OwnWeights:
+    """The weights on this node: of models in its configuration (`sources`), pulled ones in the
+    folder `pulled`, or others by folder or name. `label` is the node's name for people."""
+
+    def __init__(self, label: Callable[[], str], sources: Mapping[str, str], pulled: Path) -> None:
+        self.label = label
+        """The name of this node for people."""
+        self._sources = sources
+        self._pulled = pulled
+
+    def folder(self, spec: RingSpec) -> Path:
+        """The folder of a group's model. Blocks. Raises ConfigError."""
+        found = self._sources.get(spec.source, "")
+        try:
+            found = found or resolve(where_pulled(spec.model(), self._pulled))
+        except ConfigError as problem:
+            raise self._missing(spec, problem.message) from problem
+        if is_gguf(found):
+            raise ConfigError(
+                f"{found} is a model for llama-server; a ring group shares safetensors"
+            )
+        if Path(found).is_dir():
+            return Path(found)
         cached = cached_snapshot(found, hub_folder(os.environ, Path.home()))
         if cached is None:
-            raise _missing(spec, label, f"{found} is not in the cache of Hugging Face")
-        folder = cached
-    return folder
+            raise self._missing(spec, f"{found} is not in the cache of Hugging Face")
+        return cached
+
+    def _missing(self, spec: RingSpec, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.label()} has no weights of {spec.source} ({why}); bring them there with "
+            f"`kakeya models pull {spec.source}`"
+        )
 
 
 def facts_of(folder: Path) -> Mapping[str, str]:
@@ -84,13 +102,6 @@ def rank_size(spec: RingSpec, rank: int, whole: Estimate) -> LeaseSize:
         work_bytes=whole.work_bytes,
     )
     return LeaseSize(estimate, kv_bytes)
-
-
-def _missing(spec: RingSpec, label: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{label} has no weights of {spec.source} ({why}); bring them there with "
-        f"`kakeya models pull {spec.source}`"
-    )
 
 
 def _version(package: str) -> str:

@@ -77,7 +77,7 @@ class FakeMember:
 class FakeMembers:
     """The nodes of a group by their number."""
 
-    own_id = own_label = "0"
+    own_id = "0"
 
     def __init__(self, faults: list[str]) -> None:
         self.ledger: list[int] = []
@@ -93,7 +93,8 @@ class FakeMembers:
 def formation(members: FakeMembers, ranks: int, **more: object) -> Formation:
     seats = tuple(RingSeat(node=str(number)) for number in range(ranks))
     spec = RingSpec(name="toy", source="kakeya-tiny", split="tensor", seats=seats)
-    return Formation(spec, members, None, facts=lambda _: FACTS, **more)  # type: ignore[arg-type]
+    here = lambda _: Path()  # noqa: E731
+    return Formation(spec, members, here, None, facts=lambda _: FACTS, **more)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)
