@@ -95,6 +95,8 @@ def _write_status(status: Json, console: Console) -> None:
     nodes = _objects(fleet, "nodes")
     is_wide = console.width >= _WIDE or not console.is_terminal
     console.print(_nodes(nodes) if is_wide else _short_nodes(nodes))
+    led = _objects(_object(status, "rings"), "led")
+    _show_rings(_objects(fleet, "rings"), led, console)
     show_memory(_object(status, "memory"), console)
     _show_adapters(_object(status, "adapters"), console)
     _show_prefixes(_object(status, "prefixes"), console)
@@ -104,6 +106,19 @@ def _write_status(status: Json, console: Console) -> None:
         if rate := _bytes(pull.get("bytes_per_second")):
             said += f", {_bytes(pull.get('done_bytes'))} of {_bytes(pull.get('bytes'))}, {rate}/s"
         console.print(said, highlight=False, markup=False)
+
+
+def _show_rings(groups: Iterable[Json], led: Iterable[Json], console: Console) -> None:
+    """Print one line a ring group of the fleet, and one of each that should be and is not up."""
+    for group in groups:
+        nodes = group.get("nodes")
+        named = ", ".join(str(one or "?") for one in nodes) if isinstance(nodes, list) else ""
+        line = f"ring group  {group.get('model_id')}: {group.get('split')} over {named}"
+        console.print(line, highlight=False, markup=False)
+    for group in led:
+        if group.get("state") != "up":
+            line = f"ring group  {group.get('name')} is {group.get('state')}: {group.get('reason')}"
+            console.print(line, highlight=False, markup=False)
 
 
 def _show_requests(requests: Sequence[Json], console: Console) -> None:
@@ -203,6 +218,7 @@ def show_plan(plan: Json) -> None:
                 names = ", ".join(sources) if isinstance(sources, list) else ""
                 line = f"{model}, policy {policy}: {names or 'none'}"
                 _console.print(line, highlight=False, markup=False)
+    _show_rings(_objects(plan, "rings"), (), _console)
 
 
 def _models(models: Iterable[Json]) -> Table:

@@ -38,6 +38,7 @@ from kakeya.dispatch.jobs import node_jobs
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.relays import offered
 from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.identity.identity import Identity
 from kakeya.fleet.identity.membership import open_trust
@@ -121,7 +122,7 @@ class Agent:
         )
         self._engines = self._memory.engines
         self._relays = Relays(config.backends, self._clock)
-        self._group_seat: Callable[[], str] = lambda: ""
+        self._group_seat: Callable[[], RingOffer | None] = lambda: None
         self._awake = StayAwake(config.chosen.awake, clock=self._clock)
 
     async def __aenter__(self) -> Self:
@@ -211,7 +212,7 @@ class Agent:
             clock=self._clock,
             on_change=self._changed.set,
         )
-        self._group_seat = lambda: self._rings.ring_address
+        self._group_seat = lambda: self._rings.seat
         await self._rings.restore()
         self._engines.follow(self._rings.model_changed)
         stack.push_async_callback(self._rings.aclose)
@@ -409,7 +410,8 @@ class Agent:
             grpc_address=reach.advertised,
             endpoints=reach.endpoints,
             is_authority=self._is_authority,
-            ring_address=self._ring_address or self._group_seat(),
+            ring_address=self._ring_address,
+            ring=self._group_seat(),
             platform=platform_name(),
             unified_memory_bytes=unified_memory_bytes(),
             ttl_s=self._config.fleet.ttl_s,

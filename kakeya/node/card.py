@@ -14,19 +14,23 @@ from kakeya.backends.images.model import IMAGE
 from kakeya.core.ids import NGRAM, ModelId
 from kakeya.fleet.cards.cards import MAX_MODELS, Endpoint, Offer, OfferedModel
 from kakeya.fleet.cards.cards import CardRole as CardRole
+from kakeya.fleet.cards.ring_offer import RingOffer
+from kakeya.fleet.placement.ring import seat_address
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.spec import ModelRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """Facts of a node beside its models. `ring_address` "" = not in a ring."""
+    """Facts of a node beside its models. `ring_address` "" = started in no ring; `ring`
+    is the rank in a group."""
 
     grpc_address: str
     platform: str
     unified_memory_bytes: int
     ttl_s: float
     ring_address: str = ""
+    ring: RingOffer | None = None
     label: str = ""
     endpoints: tuple[Endpoint, ...] = ()
     is_authority: bool = False
@@ -74,7 +78,9 @@ def make_offer(
         label=place.label,
         endpoints=place.endpoints,
         is_authority=place.is_authority,
-        ring_address=place.ring_address,
+        ring_address=place.ring_address
+        or (seat_address(place.ring.group_id, place.ring.rank) if place.ring else ""),
+        ring=place.ring,
         platform=place.platform,
         unified_memory_bytes=place.unified_memory_bytes,
         mlx_version=next((facts.mlx_version for _, facts in loaded), ""),

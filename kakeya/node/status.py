@@ -21,6 +21,7 @@ from kakeya.fleet.identity.identity import Identity
 from kakeya.fleet.paths.endpoints import Route
 from kakeya.fleet.placement.draft_sources import choose_sources
 from kakeya.fleet.placement.placement import SpecDecodePlacement, plan_spec_decode_placement
+from kakeya.fleet.placement.ring import describe_groups
 from kakeya.fleet.view.conflicts import IdConflict
 from kakeya.fleet.view.skew import WARN_S
 from kakeya.fleet.view.suspicion import Doubt
@@ -110,6 +111,7 @@ def describe(view: NodeView) -> Json:
             "gossip": as_json(gossip_figures(fleet.gossip))
             | {"cards_dropped": sum(fleet.gossip.dropped.values())},
             "mdns_sightings": fleet.sightings,
+            "rings": describe_groups(view.cards),
             "warnings": _warnings(view),
             "plan": _plan(view),
         },
@@ -249,6 +251,7 @@ def _card(card: Card, view: NodeView, *, is_own: bool) -> Json:
         "is_authority": card.is_authority,
         "is_careful": card.is_careful,
         "ring_address": card.ring_address,
+        "ring": card.ring._asdict() if card.ring else None,
         "protocol": [card.protocol_min, card.protocol_max],
         "platform": card.platform,
         "memory_bytes": card.unified_memory_bytes,
@@ -293,7 +296,7 @@ def _plan(view: NodeView) -> Json:
         fleet: Json = {"placement": None, "reason": none.message}
     else:
         fleet = {"placement": _placement(placed), "reason": ""}
-    return {**fleet, "drafts": _drafts(view)}
+    return {**fleet, "drafts": _drafts(view), "rings": describe_groups(view.cards)}
 
 
 def _placement(placed: SpecDecodePlacement) -> Json:

@@ -156,6 +156,7 @@ class NodeCapability(_message.Message):
     STARTED_AT_UNIX_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    RING_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     grpc_address: _builtins.str
     platform: _builtins.str
@@ -197,6 +198,10 @@ class NodeCapability(_message.Message):
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeEndpoint]: ...
     @_builtins.property
     def prefill_workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillWorkerCapability]: ...
+    @_builtins.property
+    def ring(self) -> Global___RingSeatCapability:
+        """The rank that the node has in a ring group now, beside ring_address; absent without one."""
+
     def __init__(
         self,
         *,
@@ -224,14 +229,53 @@ class NodeCapability(_message.Message):
         started_at_unix: _builtins.float = ...,
         certificate: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
+        ring: Global___RingSeatCapability | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "beat_anchor", b"beat_anchor", "caches", b"caches", "certificate", b"certificate", "endpoints", b"endpoints", "grpc_address", b"grpc_address", "incarnation", b"incarnation", "is_authority", b"is_authority", "is_careful", b"is_careful", "is_leaving", b"is_leaving", "label", b"label", "life", b"life", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "prefill_workers", b"prefill_workers", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ring_address", b"ring_address", "signature", b"signature", "started_at_unix", b"started_at_unix", "ttl_seconds", b"ttl_seconds", "unified_memory_bytes", b"unified_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "beat_anchor", b"beat_anchor", "caches", b"caches", "certificate", b"certificate", "endpoints", b"endpoints", "grpc_address", b"grpc_address", "incarnation", b"incarnation", "is_authority", b"is_authority", "is_careful", b"is_careful", "is_leaving", b"is_leaving", "label", b"label", "life", b"life", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "prefill_workers", b"prefill_workers", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ring", b"ring", "ring_address", b"ring_address", "signature", b"signature", "started_at_unix", b"started_at_unix", "ttl_seconds", b"ttl_seconds", "unified_memory_bytes", b"unified_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeCapability: _TypeAlias = NodeCapability  # noqa: Y015
+
+@_typing.final
+class RingSeatCapability(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """As in ring_address: differs at each start of the group."""
+    model_id: _builtins.str
+    """What clients call the model of the group."""
+    backend: _builtins.str
+    """"ring", "jaccl"."""
+    split: _builtins.str
+    """"tensor", "pipeline"."""
+    rank: _builtins.int
+    ranks: _builtins.int
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        model_id: _builtins.str = ...,
+        backend: _builtins.str = ...,
+        split: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "group_id", b"group_id", "model_id", b"model_id", "rank", b"rank", "ranks", b"ranks", "split", b"split"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingSeatCapability: _TypeAlias = RingSeatCapability  # noqa: Y015
 
 @_typing.final
 class NodeEndpoint(_message.Message):

@@ -44,7 +44,7 @@ from kakeya.core.files import write_atomically
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, sleep_or_wake
 from kakeya.core.units import MIB
-from kakeya.fleet.placement.ring import seat_address
+from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.generation.facts import ModelState
 from kakeya.generation.manifest import Manifest
 from kakeya.memory.api import Terms
@@ -53,6 +53,8 @@ from kakeya.prefix.peers.peers import Neighbourhood
 _log = logging.getLogger(__name__)
 FILE = "ring-groups.json"
 """The wishes, in the data directory."""
+BACKEND = "ring"
+"""Of mlx.distributed: TCP."""
 TELL_S = 1.0
 UP_S = 1800.0
 """The longest way up: the largest models load for minutes."""
@@ -226,15 +228,15 @@ class RingGroups:
         return {"led": self.status(), "ranks": [rank.status() for rank in self.host.ranks]}
 
     @property
-    def ring_address(self) -> str:
-        """The ring address of this node's rank, for its card; "" = it has none."""
-        led = next((one.formation.group_id for one in self._groups.values()), "")
-        if led:
-            return seat_address(led, 0)
+    def seat(self) -> RingOffer | None:
+        """This node's rank in a group, for its card; None = it has none."""
+        for group in self._groups.values():
+            if group_id := group.formation.group_id:
+                return _offer(group.spec, 0, group_id)
         for rank in self.host.ranks:
             if rank.group_id:
-                return seat_address(rank.group_id, rank.order.rank)
-        return ""
+                return _offer(rank.order.spec, rank.order.rank, rank.group_id)
+        return None
 
     # One group
 
@@ -352,7 +354,7 @@ class RingGroups:
             "name": spec.name,
             "model": spec.source,
             "split": spec.split,
-            "backend": "ring",
+            "backend": BACKEND,
             "id": formation.group_id,
             "leader": self._peers.own_id,
             "state": state.phase.value,
@@ -384,6 +386,10 @@ class RingGroups:
             "state": "up" if is_up else "loading" if load else "leased" if is_there else "away",
             "load": "" if is_up else load,
         }
+
+
+def _offer(spec: RingSpec, rank: int, group_id: str) -> RingOffer:
+    return RingOffer(group_id, spec.name, BACKEND, spec.split, rank, len(spec.seats))
 
 
 def node_rings(

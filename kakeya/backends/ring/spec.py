@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from kakeya.core.errors import ConfigError, InvalidArgument
+from kakeya.fleet.placement.ring import MOST_RANKS, RingSplit
 from kakeya.generation.spec import ModelRole, ModelSpec, parse_model
 from kakeya.v1 import ring_pb2 as pb
 
-SPLITS = ("tensor", "pipeline")
-MOST_RANKS = 32
+SPLITS = tuple(RingSplit)
 _NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\Z", re.ASCII)
 
 
@@ -51,7 +51,7 @@ class RingSpec:
         if twice := next((node for node in nodes if nodes.count(node) > 1), None):
             raise InvalidArgument(f"node {twice} is named twice; a node has one rank of a group")
         layers = [seat.layers for seat in self.seats]
-        if any(layers) and (not all(layers) or self.split != "pipeline"):
+        if any(layers) and (not all(layers) or self.split != RingSplit.PIPELINE):
             raise InvalidArgument(
                 f"layers are {layers}; a pipeline has a number for each rank, other splits none"
             )

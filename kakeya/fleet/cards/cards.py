@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from kakeya.core.ids import ModelId, NodeId
 from kakeya.core.units import KIB
+from kakeya.fleet.cards.ring_offer import RingOffer
 
 MAX_CARD_BYTES = 8 * KIB
 MAX_MODELS = 64
@@ -158,6 +159,7 @@ class Offer:
     ttl_s: float = DEFAULT_TTL_S
     is_careful: bool = False
     caches: tuple[CacheOffer, ...] = ()
+    ring: RingOffer | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,6 +196,7 @@ class Card:
     caches: tuple[CacheOffer, ...] = ()
     is_leaving: bool = False
     started_at: float = 0.0
+    ring: RingOffer | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Card) and self.wire == other.wire
@@ -239,11 +242,8 @@ class Card:
 
     def offers(self, role: int, model_id: str | None = None) -> tuple[OfferedModel, ...]:
         """The models that the node carries in a role, or the one with the given name."""
-        return tuple(
-            model
-            for model in self.models
-            if model.role == role and model_id in (None, model.model_id)
-        )
+        found = (one for one in self.models if one.role == role)
+        return tuple(one for one in found if model_id in (None, one.model_id))
 
 
 def is_valid_node_id(node_id: str) -> bool:
@@ -301,14 +301,14 @@ def fault_of(card: Card, now: float, *, is_beating: bool = False) -> CardFault |
         return CardFault.BAD_TTL
     if card.incarnation >= MAX_INCARNATION:
         return CardFault.BAD_INCARNATION
-    fault = _fault_of_content(card)
-    if fault is not None:
+    if fault := _fault_of_content(card):
         return fault
     return CardFault.EXPIRED if not is_beating and card.is_outdated(now) else None
 
 
 def _fault_of_content(card: Card) -> CardFault | None:
     texts = [card.grpc_address, card.ring_address, card.platform, card.mlx_version]
+    texts += card.ring.texts if card.ring else ()
     for model_id, _, quantization, _, vocabulary_digest, capability in card.models:
         texts += (model_id, quantization, vocabulary_digest, capability)
     for address, network, _, _ in card.endpoints:

@@ -42,6 +42,7 @@ from kakeya.fleet.cards.framing import (
     skip_field,
     write_number,
 )
+from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.v1 import distributed_pb2 as pb
 
 MAX_BATCH_BYTES = 2 * MIB
@@ -253,6 +254,7 @@ def from_wire(wire: bytes) -> Card:
         _caches_from_wire(message.caches) if message.caches else (),
         message.is_leaving,
         message.started_at_unix,
+        _ring_from_wire(message.ring) if message.HasField("ring") else None,
     )
 
 
@@ -287,6 +289,10 @@ def _caches_from_wire(caches: Sequence[pb.CacheCapability]) -> tuple[CacheOffer,
         )
         for cache in caches[:MAX_CACHES]
     )
+
+
+def _ring_from_wire(ring: pb.RingSeatCapability) -> RingOffer:
+    return RingOffer(ring.group_id, ring.model_id, ring.backend, ring.split, ring.rank, ring.ranks)
 
 
 def _positive(measured: float) -> float:
@@ -336,6 +342,7 @@ def to_wire(
             for way in offer.endpoints
         ],
         caches=[cache_to_wire(cache, offer.grpc_address) for cache in offer.caches],
+        ring=pb.RingSeatCapability(**offer.ring._asdict()) if offer.ring else None,
     )
     return message.SerializeToString(deterministic=True)
 

@@ -16,12 +16,17 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from kakeya.core.figures import Json
+from kakeya.fleet.cards.cards import Card
+from kakeya.fleet.cards.ring_offer import RingOffer
+
+MOST_RANKS = 32
 _RING_NAME_CHARS = 12
 _BACKEND_BY_FILE = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl"}
 """Files with one JSON entry per rank, the same on every rank, and the backend that reads each."""
@@ -170,3 +175,23 @@ def _read_seat(address: str) -> _Seat | None:
     if not hostname or not rank.isdecimal():
         return None
     return _Seat(ring_name, int(rank))
+
+
+def describe_groups(cards: Sequence[Card]) -> list[Json]:
+    """The ring groups that cards tell of, by the model: the nodes of each, from rank 0 on, None
+    for a rank of which no card tells."""
+    found: dict[str, tuple[RingOffer, dict[int, str]]] = {}
+    for card in cards:
+        if card.ring is not None:
+            _, nodes = found.setdefault(card.ring.group_id, (card.ring, {}))
+            nodes[card.ring.rank] = card.label or card.node_id
+    return [
+        {
+            "id": seat.group_id,
+            "model_id": seat.model_id,
+            "backend": seat.backend,
+            "split": seat.split,
+            "nodes": [nodes.get(rank) for rank in range(min(seat.ranks, MOST_RANKS))],
+        }
+        for seat, nodes in sorted(found.values(), key=lambda one: (one[0].model_id, one[0]))
+    ]

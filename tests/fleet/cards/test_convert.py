@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, Refused
-from kakeya.fleet.cards.cards import MAX_CACHES, CacheOffer, CardFault, Offer, OfferedModel
+from kakeya.fleet.cards.cards import (
+    MAX_CACHES,
+    CacheOffer,
+    CardFault,
+    Offer,
+    OfferedModel,
+)
 from kakeya.fleet.cards.convert import MalformedCard, from_wire, join_cards, split_cards, to_wire
+from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import NOW, make_wire, verifier
 from tests.laws import law
@@ -37,6 +44,7 @@ counts = st.integers(0, 2**64 - 1)
 caches = st.builds(
     CacheOffer, compatibilities, st.binary(max_size=300), counts, counts, counts, counts
 )
+ranks = st.integers(0, 2**32 - 1)
 offers = st.builds(
     Offer,
     grpc_address=text,
@@ -48,6 +56,7 @@ offers = st.builds(
     ttl_s=finite,
     is_careful=st.booleans(),
     caches=st.lists(caches, max_size=4).map(tuple),
+    ring=st.none() | st.builds(RingOffer, text, text, text, text, ranks, ranks),
 )
 
 
@@ -69,6 +78,7 @@ def test_an_offer_survives_the_wire(
         ttl_s=card.ttl_s,
         is_careful=card.is_careful,
         caches=card.caches,
+        ring=card.ring,
     )
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.fleet.placement.ring import probe_ring_environment, ring_path_available
+from kakeya.fleet.cards.cards import Card, Offer
+from kakeya.fleet.cards.convert import from_wire, to_wire
+from kakeya.fleet.cards.ring_offer import RingOffer
+from kakeya.fleet.placement.ring import (
+    describe_groups,
+    probe_ring_environment,
+    ring_path_available,
+)
 
 
 @dataclass
@@ -156,3 +163,14 @@ def test_the_fleet_loads_no_mlx() -> None:
         "assert not {'mlx', 'mlx_lm', 'transformers'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_groups_are_told_by_their_cards_with_a_gap_for_a_node_without_one() -> None:
+    def card(node: str, rank: int) -> Card:
+        ring = RingOffer("1f2e", "big", "ring", "tensor", rank, 3)
+        return from_wire(to_wire(node, Offer(ring=ring), incarnation=1, announced_at=0.0))
+
+    plain = from_wire(to_wire("d", Offer(), incarnation=1, announced_at=0.0))
+    (group,) = describe_groups([card("c", 2), plain, card("a", 0)])
+    assert group["nodes"] == ["a", None, "c"]
+    assert (group["id"], group["model_id"], group["split"]) == ("1f2e", "big", "tensor")
