@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from kakeya.core.log import event
 from kakeya.core.settings import Illegal
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.facts import DraftModelState, ModelFacts, ModelState
-from kakeya.generation.manifest import LLAMA, MLX
+from kakeya.generation.manifest import LLAMA, MLX, Manifest
 from kakeya.generation.spec import ModelRole, ModelSpec, is_gguf, parse_proposer, resolve
 from kakeya.memory.api import MemoryArbiter
 
@@ -217,6 +217,11 @@ class Engines:
             for spec in engines
         }
         self._models = {spec.model_id: self._model(spec) for spec in engines}
+        self.alone: dict[str, ResidentModel] = {}
+        """By the ids of ring groups the same models in one process: no caller can ask for them."""
+        for spec in engines:
+            if any(name == GROUP for name, _ in spec.manifest.options):
+                self._add_alone(spec)
 
     async def prepare(self) -> None:
         """Make an empty folder for the sockets."""
@@ -245,6 +250,7 @@ class Engines:
             recipe.command,
             client=recipe.client,
             others=recipe.others,
+            check=model.check,
             options=replace(options, max_running=rows, max_step_s=step_s),
             clock=self._clock,
             on_change=lambda _: model.engine_changed(),
@@ -263,14 +269,16 @@ class Engines:
         self.sources[spec.model_id] = folder
         self._specs = (*self._specs, spec)
         self._models[spec.model_id] = self._model(spec)
+        self._add_alone(spec)
         return self._models[spec.model_id]
 
     def remove_group(self, model_id: str) -> None:
         """Forget a model of `add_group`, which is not in memory."""
         self._specs = tuple(one for one in self._specs if one.model_id != model_id)
-        self._recipes.pop(model_id, None)
-        self.sources.pop(model_id, None)
-        self._models.pop(model_id, None)
+        for gone in (model_id, self.alone.pop(model_id).model_id):
+            self._recipes.pop(gone, None)
+            self.sources.pop(gone, None)
+            self._models.pop(gone, None)
         self._on_change()
 
     @property
@@ -290,9 +298,13 @@ class Engines:
         """Every configured model; None for n-grams, which need no engine."""
         return tuple((spec, self._models.get(spec.model_id)) for spec in self._specs)
 
+    def _offers(self) -> Iterator[ResidentModel]:
+        """Every model that callers can ask for."""
+        return (model for _, model in self.models() if model is not None)
+
     def of_role(self, role: ModelRole) -> tuple[ResidentModel, ...]:
         """List the models of a role, in configured order."""
-        return tuple(model for model in self._models.values() if model.role is role)
+        return tuple(model for model in self._offers() if model.role is role)
 
     def in_order(self) -> tuple[ResidentModel, ...]:
         """List the models, verifiers first: drafts are of no use without a verifier."""
@@ -315,7 +327,7 @@ class Engines:
         """List the models that a request would get now, with their facts."""
         return tuple(
             (model.role, model.facts)
-            for model in self._models.values()
+            for model in self._offers()
             if model.facts is not None and model.can_serve
         )
 
@@ -328,7 +340,7 @@ class Engines:
         """List the models that were never loaded, and that a request would bring to memory now."""
         return tuple(
             (model.role, model.model_id)
-            for model in self._models.values()
+            for model in self._offers()
             if model.facts is None and model.role is not ModelRole.PROPOSER and model.can_serve
         )
 
@@ -339,6 +351,21 @@ class Engines:
             clock=self._clock,
             on_change=self._changed,
             patience_s=self._patience_s,
+        )
+
+    def _add_alone(self, group: ModelSpec) -> None:
+        """Add a ring group's model in one process, which is compared with the group."""
+        source = self.sources[group.model_id]
+        spec = replace(
+            group,
+            model_id=f"{group.model_id} in one process",
+            manifest=Manifest(backend=group.manifest.backend),
+            ring=(),
+        )
+        self.sources[spec.model_id] = source
+        self._recipes[spec.model_id] = EngineRecipe(self._command(spec, source))
+        self._models[spec.model_id] = self.alone[group.model_id] = ResidentModel(
+            spec, self._memory, clock=self._clock, on_change=lambda _: self._on_change()
         )
 
     def _changed(self, model: ResidentModel) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.engine import EngineCheck
 from kakeya.backends.engine.failures import ModelFailures
 from kakeya.core.figures import Json
 from kakeya.generation.facts import ModelFacts, ModelState
@@ -50,6 +51,8 @@ class ModelLife:
         self._ending: EngineBackend | None = None
         self.manifest = spec.manifest
         """What its owner says of it at this moment."""
+        self.check: EngineCheck | None = None
+        """Checks each engine before it serves; None = none is checked."""
         self.backend: EngineBackend | None = None
         """The live engine; None while the model is not in memory."""
 

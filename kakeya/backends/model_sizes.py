@@ -5,14 +5,17 @@ kept over restarts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from kakeya.backends.resident import ResidentModel
 from kakeya.backends.sizes import LeaseSize, lease_sizes
-from kakeya.core.errors import NotFound
+from kakeya.core.errors import ConfigError, NotFound
 from kakeya.memory.arbiter.resident import ResidentKey
 from kakeya.memory.estimate.history import WORKING_SET, SizeHistory, SizeRecord
 from kakeya.memory.estimate.size_file import SizeFile, hub_folder
@@ -63,6 +66,26 @@ class ModelSizes:
     def remove(self, model_id: str) -> None:
         """Forget the size of a model."""
         self._by_id.pop(model_id, None)
+
+    async def estimate_alone(
+        self, alone: Mapping[str, ResidentModel], sources: Mapping[str, str], budget: int
+    ) -> None:
+        """Size the models of ring groups, by the ids of these, in one process too.
+
+        One that exceeds the budget gets no size. Groups lose their digests: the history knows whole
+        models.
+        """
+        for group, model in alone.items():
+            with contextlib.suppress(ConfigError):
+                self._by_id |= await asyncio.to_thread(
+                    lease_sizes,
+                    {model.model_id: (sources[model.model_id], model.capability)},
+                    budget,
+                    history=self.history,
+                    hub=hub_folder(os.environ, Path.home()),
+                )
+            share = self._by_id[group]
+            self._by_id[group] = replace(share, estimate=replace(share.estimate, digest=""))
 
     def lease_bytes(self, model_id: str) -> int:
         """The lease of a model. Raises NotFound."""

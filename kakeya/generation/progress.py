@@ -23,11 +23,13 @@ class LoadPhase(StrEnum):
     FIND = "looking for its files"
     READ = "reading its weights"
     CHECK = "checking it"
+    CANARY = "comparing the group with one process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """Bytes that were read, of all that will be; `total_bytes` 0 = the phase reads none."""
+    """Bytes that were read, of all that will be; `total_bytes` 0 = the phase reads none. Of the
+    canary of a ring group they are tokens."""
 
     phase: LoadPhase
     done_bytes: int = 0
@@ -35,12 +37,15 @@ class LoadProgress:
 
     @property
     def share(self) -> float | None:
-        """The share that was read; None = the phase reads nothing."""
+        """The share that is done; None = not known."""
         return min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else None
 
     def describe(self) -> str:
-        """The phase, or the share that was read."""
-        return self.phase.value if self.share is None else f"{self.share:.0%}".replace("%", " %")
+        """The phase, the share that was read, or both."""
+        if self.share is None:
+            return self.phase.value
+        share = f"{self.share:.0%}".replace("%", " %")
+        return share if self.phase is LoadPhase.READ else f"{self.phase.value}, {share}"
 
     def line(self) -> str:
         """The line that says it."""

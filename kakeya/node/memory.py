@@ -33,6 +33,7 @@ from kakeya.backends.model_life import DRAFT, EMBED, TEXT
 from kakeya.backends.model_sizes import ModelSizes
 from kakeya.backends.preloads import Preloads
 from kakeya.backends.resident import ResidentModel
+from kakeya.backends.ring.canary_node import GroupChecks
 from kakeya.backends.ring.home import GroupHome
 from kakeya.backends.ring.own_share import OwnShare
 from kakeya.backends.sizes import check_named, check_pinned, node_budget
@@ -142,6 +143,7 @@ class NodeMemory:
         )
         verifiers = self.engines.of_role(ModelRole.VERIFIER)
         self.share = OwnShare(self.arbiter.status, verifiers, self.engines.sources)
+        self._checks = GroupChecks(self.engines, self.arbiter, data_dir=data_dir, clock=clock)
         self.dispatched = DispatchedPressure(mono=clock.mono)
         self.plugins: tuple[PluginReport, ...] = ()
         self.dispatch = dispatcher(self.dispatched, self.arbiter)
@@ -211,7 +213,7 @@ class NodeMemory:
 
     def group_home(self) -> GroupHome:
         """Where ring groups become models of this node."""
-        return GroupHome(self.engines, self._sizes, self.arbiter, self._clock)
+        return GroupHome(self.engines, self._sizes, self.arbiter, self._checks, self._clock)
 
     @property
     def profile(self) -> Profile:
@@ -292,6 +294,9 @@ class NodeMemory:
             self.arbiter.status().budget_bytes,
             stated_bytes=dict(self._config.stated_bytes) | stated,
             fixed_kv_bytes=self.engines.fixed_kv_bytes,
+        )
+        await self._sizes.estimate_alone(
+            self.engines.alone, self.engines.sources, self.arbiter.status().budget_bytes
         )
 
     def _register(self) -> None:

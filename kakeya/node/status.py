@@ -215,6 +215,7 @@ def _model(spec: ModelSpec, backend: ResidentModel | None, mono: float) -> Json:
         "state": backend.state.value,
         "error": backend.last_error,
         "load": backend.load_status(mono),
+        "canary": backend.check.status() if backend.check else None,
         "pid": backend.pid,
         "restarts": backend.restarts,
         "manifest": backend.manifest.describe(),

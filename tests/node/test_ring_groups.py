@@ -135,7 +135,7 @@ async def test_a_group_serves_the_whole_fleet_and_comes_back_in_the_middle_of_an
 ) -> None:
     status, said = await fleet.up()
     assert status == 0, said
-    assert "unverified" in said
+    assert "answers verified" in said
     await eventually("the front hears of it", fleet.is_offered)
     assert await fleet.text(GROUP) == await fleet.text(VERIFIER)
     status, said = await fleet.up()

@@ -14,7 +14,13 @@ from typing import Self
 from kakeya.backends.attempt import Attempt
 from kakeya.backends.engine.child import Child, ChildClient, engine_client
 from kakeya.backends.engine.client import EngineMemoryLimits
-from kakeya.backends.engine.engine import Engine, EngineOptions, EngineSpec, OtherRanks
+from kakeya.backends.engine.engine import (
+    Engine,
+    EngineCheck,
+    EngineOptions,
+    EngineSpec,
+    OtherRanks,
+)
 from kakeya.backends.engine.life import EngineLife
 from kakeya.backends.engine.process import Command
 from kakeya.core.clock import Clock, SystemClock
@@ -54,6 +60,7 @@ class EngineBackend(EngineLife):
         runtime_dir: Path | None = None,
         env: Mapping[str, str] | None = None,
         others: Callable[[], AbstractAsyncContextManager[OtherRanks]] | None = None,
+        check: EngineCheck | None = None,
         on_change: Callable[[ServedModel], None] = lambda _: None,
     ) -> None:
         super().__init__(
@@ -64,6 +71,7 @@ class EngineBackend(EngineLife):
                 runtime_dir=runtime_dir,
                 env=env,
                 others=others,
+                check=check,
             ),
             options or EngineOptions(),
             clock=clock or SystemClock(),

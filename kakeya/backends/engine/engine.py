@@ -13,10 +13,16 @@ from kakeya.backends.engine.failures import EngineOutgrew
 from kakeya.backends.engine.process import Command, EngineProcess
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.core.errors import PeerUnavailable
+from kakeya.core.figures import Json
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Frame, KvWant
 from kakeya.generation.kv import KvOffer
+from kakeya.generation.progress import LoadProgress
 from kakeya.generation.request import DecodeRequest
 from kakeya.wire.channels import Keepalive
+
+ALONE_S = 1.0
+"""For so long a child lives without the other ranks of its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +113,37 @@ class OtherRanks(Protocol):
         """The environment of the child."""
         ...
 
-    async def check(self, client: ChildClient) -> None:
-        """Decide whether a group that is loaded may serve. Raises KakeyaError."""
-        ...
-
     async def lost(self) -> str:
         """Wait until the group cannot go on; the reason completes "because it ..."."""
+        ...
+
+
+async def end_with(others: OtherRanks, process: EngineProcess) -> None:
+    """End rank 0 once another rank is lost, unless it ends by itself, as ranks do."""
+    lost = await others.lost()
+    if not await process.has_exited_within(ALONE_S):
+        process.kill(lost)
+
+
+class EngineCheck(Protocol):
+    """A check of successive children by what they say. Raises GroupRefused."""
+
+    async def prepare(self) -> None:
+        """Find out what a child has to say, before it takes its memory."""
+        ...
+
+    async def admit(
+        self, client: ChildClient, facts: ModelFacts, told: Callable[[LoadProgress], None]
+    ) -> None:
+        """Check a child that has loaded, before it serves. Raises the errors of its decode too."""
+        ...
+
+    async def audit(self, client: ChildClient, facts: ModelFacts) -> None:
+        """Check a child that serves, if it is time; asked after each probe."""
+        ...
+
+    def status(self) -> Json:
+        """The last result."""
         ...
 
 
@@ -120,7 +151,7 @@ class OtherRanks(Protocol):
 class EngineSpec:
     """The child to run, and what makes its client. `env` None = the agent's, `runtime_dir` None =
     the system's default. `others` forms a ring group around each child, None = it runs alone; what
-    that raises gives the model up."""
+    that raises gives the model up. `check` None = a child serves as soon as it is loaded."""
 
     model_id: str
     command: Command
@@ -128,3 +159,4 @@ class EngineSpec:
     runtime_dir: Path | None = None
     env: Mapping[str, str] | None = None
     others: Callable[[], AbstractAsyncContextManager[OtherRanks]] | None = None
+    check: EngineCheck | None = None

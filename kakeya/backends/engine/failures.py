@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kakeya.core.errors import KakeyaError, MemoryRefused, PeerUnavailable
+from kakeya.core.errors import KakeyaError, LoadFailed, MemoryRefused, PeerUnavailable
 from kakeya.generation.continuation import Continuation, Loss
 
 PAUSES_S = (30.0, 60.0, 120.0, 300.0)
@@ -22,6 +22,12 @@ a single sequence at a time, and a third one would end as the second."""
 
 class EngineOutgrew(PeerUnavailable):
     """An engine was ended because it outgrew its memory; the message says how."""
+
+
+class GroupRefused(LoadFailed):
+    """A ring group computes something else than one process; it is ended, and serves nothing."""
+
+    code = "group_refused"
 
 
 def losses_of(failure: PeerUnavailable, job: Continuation, *, is_alone: bool) -> tuple[Loss, ...]:

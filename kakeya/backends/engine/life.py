@@ -25,7 +25,9 @@ from kakeya.backends.engine.engine import (
     KvSource,
     NoKvSource,
     OtherRanks,
+    end_with,
 )
+from kakeya.backends.engine.failures import GroupRefused
 from kakeya.backends.engine.process import EngineProcess, SocketFolder
 from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn
 from kakeya.backends.gate import Gate
@@ -48,8 +50,6 @@ LOG_EVERY_S = 10.0
 CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
-ALONE_S = 1.0
-"""For so long a child lives without the other ranks of its group."""
 EXIT_NOTICE_S = 0.25
 """How long to wait for an exit: a killed child breaks its streams a moment before."""
 
@@ -87,6 +87,7 @@ class EngineLife:
         self._careful_until_mono = 0.0
         self._process: EngineProcess | None = None
         self._is_asked_to_end = False
+        self._refusal = ""
         self.limits = EngineMemoryLimits()
         """The bounds that each engine gets before it serves."""
         self.kv_source: KvSource = NoKvSource()
@@ -228,9 +229,9 @@ class EngineLife:
         self.on_work()
         self._process = process
         self._is_asked_to_end = False
-        watches = [asyncio.create_task(self._attend(process, client, others))]
+        watches = [asyncio.create_task(self._attend(process, client))]
         if others is not None:
-            watches.append(asyncio.create_task(_end_with(others, process)))
+            watches.append(asyncio.create_task(end_with(others, process)))
         try:
             ended = await process.exited()
             return self._after_exit(ended)
@@ -258,6 +259,9 @@ class EngineLife:
             self._next_start_mono = now
             self._move(ModelState.RESTARTING, f"it ended by {ended.describe()}")
             return RestartIn(delay_s=0.0, reason=ended.describe())
+        if self._refusal:
+            self._move(ModelState.FAILED, self._refusal)
+            return GiveUp(reason=self._refusal)
         if ended.returncode == -signal.SIGKILL:
             self._careful_until_mono = now + CARE_S
             self.limits = self.limits.merged(EngineMemoryLimits(max_running=1))
@@ -271,16 +275,24 @@ class EngineLife:
                 self._move(ModelState.FAILED, plan.reason)
         return plan
 
-    async def _attend(
-        self, process: EngineProcess, client: ChildClient, others: OtherRanks | None
-    ) -> None:
+    async def _attend(self, process: EngineProcess, client: ChildClient) -> None:
         """Wait for the model, then probe; a child that fails either is killed."""
         try:
+            await self._serve(process, client)
+        except GroupRefused as refusal:  # no later child can make it good
+            self.engine = None
+            self._refusal = refusal.message
+            process.kill("was refused")
+
+    async def _serve(self, process: EngineProcess, client: ChildClient) -> None:
+        try:
             facts = await self._described(client)
-            if others is not None:
-                await others.check(client)
             if self.limits != EngineMemoryLimits():
                 facts = await self._limited(client, facts)
+            if self._spec.check is not None:
+                await self._spec.check.admit(client, facts, self._loads)
+        except GroupRefused:
+            raise
         except KakeyaError as error:
             process.kill(f"could not be made ready: {error.message}")
             return
@@ -325,6 +337,8 @@ class EngineLife:
                 missed, wrong = 0, ""
                 self._learn(seen[0])
                 await self._end_care(client)
+                if self._spec.check is not None:
+                    await self._spec.check.audit(client, seen[0])
             missed += bool(wrong)
         return wrong
 
@@ -384,10 +398,3 @@ class EngineLife:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self._on_change()
-
-
-async def _end_with(others: OtherRanks, process: EngineProcess) -> None:
-    """End rank 0 once another rank is lost, unless it ends by itself, as ranks do."""
-    lost = await others.lost()
-    if not await process.has_exited_within(ALONE_S):
-        process.kill(lost)

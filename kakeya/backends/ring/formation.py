@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
-from kakeya.backends.engine.child import ChildClient
 from kakeya.backends.engine.process import SocketFolder
 from kakeya.backends.ring import weights
 from kakeya.backends.ring.host import RankOrder, rank_environ
@@ -22,11 +21,6 @@ from kakeya.backends.ring.spec import RingSpec
 from kakeya.core.errors import KakeyaError
 from kakeya.fleet.placement.ring import ring_name
 from kakeya.generation.progress import LoadProgress
-
-UNVERIFIED = "unverified"
-"""The verdict on a group of which no answer was compared with another."""
-GroupCheck = Callable[[RingSpec, ChildClient], Awaitable[str]]
-"""Decides whether a group that is loaded may serve: its verdict in a word, or a KakeyaError."""
 
 
 class LentSeat(Protocol):
@@ -70,15 +64,9 @@ class Lenders(Protocol):
         ...
 
 
-async def no_check(spec: RingSpec, client: ChildClient) -> str:
-    """Let every group serve."""
-    return UNVERIFIED
-
-
 class Formation:
     """See the module. `find` gives the folder of the weights here, and `facts` what all ranks must
-    have in common with it; `check` is the one point at which it
-    is decided whether a loaded group is ready."""
+    have in common with it."""
 
     def __init__(
         self,
@@ -87,31 +75,24 @@ class Formation:
         find: Callable[[RingSpec], Path],
         sockets: Path | None,
         *,
-        check: GroupCheck = no_check,
         facts: Callable[[Path], Mapping[str, str]] = weights.facts_of,
     ) -> None:
         self._spec = spec
         self._lenders = lenders
         self._find = find
         self._sockets = sockets
-        self._check = check
         self._facts = facts
         self.ranks: Sequence[LentSeat] = ()
         """The other ranks, as far as their memory is lent."""
         self.group_id = ""
-        self.verdict = ""
-        """Of the check; "" = it was not made yet."""
         self.refusal: KakeyaError | None = None
-        """Why the last try failed before rank 0 was started, or was not let serve."""
+        """Why the last try failed before rank 0 was started."""
 
     @asynccontextmanager
     async def form(self) -> AsyncIterator[FormedRing]:
         """The group with all ranks but 0 started. Raises ConfigError for ranks that differ, and the
         refusals of members."""
-        if self.verdict and self.refusal is not None:
-            failed, self.verdict = self.refusal, ""
-            raise failed  # another try would be refused as well; the next one begins with a pause
-        self.refusal, self.verdict = None, ""
+        self.refusal = None
         async with AsyncExitStack() as stack:
             stack.callback(self._over)
             try:
@@ -121,14 +102,6 @@ class Formation:
                 raise
             stack.push_async_callback(self._end_ranks)
             yield formed
-
-    async def checked(self, client: ChildClient) -> None:
-        """Check a loaded group. Raises KakeyaError."""
-        try:
-            self.verdict = await self._check(self._spec, client)
-        except KakeyaError as refusal:
-            self.verdict, self.refusal = "refused", refusal
-            raise
 
     async def _gather(self, stack: AsyncExitStack) -> FormedRing:
         spec = self._spec
@@ -170,10 +143,6 @@ class FormedRing:
     def env(self) -> Mapping[str, str]:
         """See `OtherRanks`."""
         return self._environ
-
-    async def check(self, client: ChildClient) -> None:
-        """See `OtherRanks`."""
-        await self._formation.checked(client)
 
     async def lost(self) -> str:
         """See `OtherRanks`."""

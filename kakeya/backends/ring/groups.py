@@ -19,11 +19,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kakeya.backends.engine.failures import GroupRefused
 from kakeya.backends.engines import EngineCommand, sockets_folder
 from kakeya.backends.resident import ResidentModel
 from kakeya.backends.ring import weights
 from kakeya.backends.ring.calls import RingPeers
-from kakeya.backends.ring.formation import Formation, GroupCheck, no_check
+from kakeya.backends.ring.formation import Formation
 from kakeya.backends.ring.home import GroupHome
 from kakeya.backends.ring.host import RankHost, lends_not
 from kakeya.backends.ring.spec import RingSpec
@@ -100,7 +101,7 @@ class LedGroup:
 
 
 class RingGroups:
-    """See the module; lives on the event loop. `check` decides whether a loaded group may serve."""
+    """See the module; lives on the event loop."""
 
     def __init__(
         self,
@@ -111,7 +112,6 @@ class RingGroups:
         folder: Path,
         sockets: Path | None,
         clock: Clock,
-        check: GroupCheck = no_check,
     ) -> None:
         self._home = home
         self._peers = peers
@@ -119,7 +119,6 @@ class RingGroups:
         self._file = folder / FILE
         self._sockets = sockets
         self._clock = clock
-        self._check = check
         self._groups: dict[str, LedGroup] = {}
         self._tasks: Supervisor | None = None
 
@@ -246,9 +245,7 @@ class RingGroups:
                 f"a ring group {spec.name} is wished for already; end it with `kakeya ring down "
                 f"{spec.name}`, or give the new one another --name"
             )
-        formation = Formation(
-            spec, self._peers, self.host.own.folder, self._sockets, check=self._check
-        )
+        formation = Formation(spec, self._peers, self.host.own.folder, self._sockets)
         group = self._groups[spec.name] = LedGroup(spec, formation)
         group.state = GroupState(since_mono=self._clock.mono())
         return group
@@ -282,6 +279,8 @@ class RingGroups:
             model = group.model or await self._register(group)
             if not model.failures.is_barred:
                 model.failures.clear()  # the pauses are those of the group
+            if model.check is not None:
+                await model.check.prepare()
             async with model.lend(Terms(timeout_s=UP_S)):
                 pass
         except KakeyaError as failure:
@@ -298,7 +297,7 @@ class RingGroups:
         pinned = replace(
             spec.model(), source=str(folder), manifest=Manifest(pin=True, may_displace_text=True)
         )
-        group.model = self._home.add(pinned, group.formation.form, group.size)
+        group.model = self._home.add(pinned, group.formation.form, group.size, whole)
         return group.model
 
     def _why(self, group: LedGroup, failure: KakeyaError) -> KakeyaError:
@@ -307,6 +306,9 @@ class RingGroups:
         if isinstance(failure, MemoryRefused) and failure is not group.formation.refusal:
             size = group.size.bytes if group.size else 0
             return lends_not(self._peers.own_label, 0, size, self._home.arbiter, failure)
+        check = group.model.check if group.model else None
+        if check and (told := check.status())["state"] == "refused":
+            return GroupRefused(str(told["reason"]))
         if isinstance(failure, PeerUnavailable):
             return LoadFailed(f"ring group {group.spec.name} is not up: {failure.message}")
         return failure
@@ -349,6 +351,7 @@ class RingGroups:
     def _shown(self, group: LedGroup) -> Json:
         state, now = group.state, self._clock.mono()
         spec, formation, model = group.spec, group.formation, group.model
+        check = model.check if model else None
         retry_s = state.retry_mono - now if state.phase is GroupPhase.WAITING else None
         return {
             "name": spec.name,
@@ -361,7 +364,8 @@ class RingGroups:
             "seconds": round(now - state.since_mono, 1),
             "reason": state.reason,
             "retry_s": None if retry_s is None else round(max(0.0, retry_s), 1),
-            "answers": formation.verdict,
+            "answers": str(check.status()["state"]) if check else "",
+            "canary": check.status() if check else None,
             "restarts": model.restarts if model else 0,
             "ranks": [self._rank(group, rank) for rank in range(len(spec.seats))],
         }

@@ -11,11 +11,13 @@ from kakeya.backends.engine.engine import OtherRanks
 from kakeya.backends.engines import Engines
 from kakeya.backends.model_sizes import ModelSizes
 from kakeya.backends.resident import ResidentModel
-from kakeya.backends.sizes import LeaseSize
+from kakeya.backends.ring.canary_node import GroupChecks
+from kakeya.backends.sizes import LeaseSize, lease_size
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, InvariantBroken, NotFound
 from kakeya.generation.spec import ModelSpec
 from kakeya.memory.api import MemoryArbiter
+from kakeya.memory.estimate.estimate import Estimate
 
 GONE_S = 30.0
 _LOOK_S = 0.05
@@ -26,11 +28,17 @@ class GroupHome:
     that finds models by name; the node sets them."""
 
     def __init__(
-        self, engines: Engines, sizes: ModelSizes, arbiter: MemoryArbiter, clock: Clock
+        self,
+        engines: Engines,
+        sizes: ModelSizes,
+        arbiter: MemoryArbiter,
+        checks: GroupChecks,
+        clock: Clock,
     ) -> None:
         self._engines = engines
         self._sizes = sizes
         self.arbiter = arbiter
+        self._checks = checks
         self._clock = clock
         self.opened: Callable[[ResidentModel], None] = lambda _: None
         self.closed: Callable[[ResidentModel], None] = lambda _: None
@@ -45,10 +53,16 @@ class GroupHome:
         spec: ModelSpec,
         others: Callable[[], AbstractAsyncContextManager[OtherRanks]],
         size: LeaseSize,
+        whole: Estimate,
     ) -> ResidentModel:
-        """Serve one more model. Raises Conflict, ConfigError."""
+        """Serve one more model, whose `whole` weights are compared with it where one process can
+        hold them. Raises Conflict, ConfigError."""
         model = self._engines.add_group(spec, others)
         self._sizes.add(spec.model_id, size)
+        alone = lease_size(whole, budget := self.arbiter.status().budget_bytes)
+        if alone.bytes <= budget:
+            self._sizes.add(self._engines.alone[spec.model_id].model_id, alone)
+        self._checks.add(model)
         self.opened(model)
         return model
 
@@ -70,5 +84,6 @@ class GroupHome:
                 None
             )
         self.arbiter.unlearn(model.capability, model.model_id)
+        self._sizes.remove(self._engines.alone[model.model_id].model_id)
         self._engines.remove_group(model.model_id)
         self._sizes.remove(model.model_id)

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kakeya.backends.engine.child import ChildClient
 from kakeya.backends.ring.formation import Formation
 from kakeya.backends.ring.host import RankOrder
 from kakeya.backends.ring.spec import RingSeat, RingSpec
@@ -129,20 +128,3 @@ async def test_a_rank_with_other_weights_is_refused_by_name() -> None:
         async with group.form():
             pass
     assert isinstance(group.refusal, ConfigError)
-
-
-async def test_a_group_that_fails_its_check_is_not_formed_again_at_once() -> None:
-    async def refuses(spec: RingSpec, client: ChildClient) -> str:
-        raise ConfigError(f"{spec.name} answers something else than one process")
-
-    group = formation(FakeMembers([""]), 2, check=refuses)
-    client: ChildClient = None  # type: ignore[assignment]
-    with pytest.raises(ConfigError):
-        async with group.form() as formed:
-            await formed.check(client)
-    assert group.verdict == "refused"
-    with pytest.raises(ConfigError, match="answers something else"):
-        async with group.form():
-            pass
-    async with group.form():
-        assert group.verdict == ""
