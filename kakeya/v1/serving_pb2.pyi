@@ -27,8 +27,11 @@ class DescribeShareRequest(_message.Message):
 
     MODEL_ID_FIELD_NUMBER: _builtins.int
     NODE_IDS_FIELD_NUMBER: _builtins.int
+    PROBE_BYTES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """The model, as this node's configuration names it; "" = none is asked for."""
+    probe_bytes: _builtins.int
+    """Above 0: so many bytes are answered, at most 4 MiB, and nothing else, to measure a link by."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Nodes to which the links are measured, from here."""
@@ -38,10 +41,11 @@ class DescribeShareRequest(_message.Message):
         *,
         model_id: _builtins.str = ...,
         node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        probe_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "node_ids", b"node_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_id", b"model_id", "node_ids", b"node_ids", "probe_bytes", b"probe_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -58,6 +62,7 @@ class DescribeShareResponse(_message.Message):
     HAS_THUNDERBOLT5_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     lend_bytes: _builtins.int
     weights_per_second: _builtins.float
     """Bytes of weights that decoding reads, and weights times tokens that prefill multiplies."""
@@ -65,6 +70,7 @@ class DescribeShareResponse(_message.Message):
     speed_from: _builtins.str
     """"measured", "chip" = by its name, "assumed"."""
     has_thunderbolt5: _builtins.bool
+    probe: _builtins.bytes
     @_builtins.property
     def weights(self) -> Global___RingWeightFacts:
         """Of the model; not set where it is not here."""
@@ -81,10 +87,11 @@ class DescribeShareResponse(_message.Message):
         has_thunderbolt5: _builtins.bool = ...,
         weights: Global___RingWeightFacts | None = ...,
         links: _abc.Iterable[Global___MeasuredLink] | None = ...,
+        probe: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_thunderbolt5", b"has_thunderbolt5", "lend_bytes", b"lend_bytes", "links", b"links", "products_per_second", b"products_per_second", "speed_from", b"speed_from", "weights", b"weights", "weights_per_second", b"weights_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_thunderbolt5", b"has_thunderbolt5", "lend_bytes", b"lend_bytes", "links", b"links", "probe", b"probe", "products_per_second", b"products_per_second", "speed_from", b"speed_from", "weights", b"weights", "weights_per_second", b"weights_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,9 +121,14 @@ def _weights(model: str, source: str) -> RingWeights:
         if cached is None:
             raise NotFound(f"the weights of {source} are not on this machine")
         folder = cached
+    return weights_in(folder, model)
+
+
+def weights_in(folder: Path, model_id: str = "") -> RingWeights:
+    """The facts of the model in a folder. Blocks. Raises InvalidArgument."""
     parts = _parts(folder)
     return RingWeights(
-        model_id=model,
+        model_id=model_id,
         kind=parts.kind,
         layers=parts.layers,
         layer_bytes=parts.layer_bytes + -(-parts.kv_bytes // parts.layers),

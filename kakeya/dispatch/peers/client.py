@@ -253,6 +253,13 @@ class PeerCalls:
         with calling(self._name):
             return await self._stub.DescribeShare(request, timeout=timeout_s)
 
+    async def probe(self, size: int, timeout_s: float) -> None:
+        """Have so many bytes sent, to measure a link by. Raises the peer's errors."""
+        with calling(self._name):
+            await self._stub.DescribeShare(
+                pb.DescribeShareRequest(probe_bytes=size), timeout=timeout_s
+            )
+
 
 def _keeping(raw: int) -> Keeping:
     return Keeping(raw) if raw in set(Keeping) else Keeping.NOTHING

@@ -33,6 +33,10 @@ SURVEY_S = 5.0
 """How long a node may take to tell: it reads headers of weights, and measures links."""
 NOT_NAMED = "it was not named"
 _MOST_SURVEYED = 32
+_PROBE_S = 2.0
+_PROBE, _MOST_PROBE = 2 * MIB, 4 * MIB
+"""Of a link of 1 Gbit/s 20 ms: well above the time of a call."""
+_LEAST_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,8 @@ class RingSurvey:
 
     async def describe(self, request: pb.DescribeShareRequest) -> pb.DescribeShareResponse:
         """Answer another node. A model that is not here, or cannot be shared, is left out."""
+        if request.probe_bytes:
+            return pb.DescribeShareResponse(probe=bytes(min(request.probe_bytes, _MOST_PROBE)))
         weights = None
         if request.model_id:
             try:
@@ -142,13 +148,12 @@ class RingSurvey:
 
     async def _report(self, weights: RingWeights | None, node_ids: Sequence[str]) -> ShareReport:
         share = await self._own.describe()
-        cables = await asyncio.gather(
-            *(
-                self._measure(card)
-                for card in self._plane.registry.live_peers(mono=self._clock.mono())
-                if card.node_id in node_ids[:_MOST_SURVEYED]
-            )
-        )
+        # One after the other: at once, they would share this node's own link.
+        cables = [
+            await self._measure(card)
+            for card in self._plane.registry.live_peers(mono=self._clock.mono())
+            if card.node_id in node_ids[:_MOST_SURVEYED]
+        ]
         return ShareReport(share=share, weights=weights, cables=tuple(filter(None, cables)))
 
     async def _measure(self, card: Card) -> RingCable | None:
@@ -162,9 +167,24 @@ class RingSurvey:
             a=self._plane.registry.node_id,
             b=card.node_id,
             rtt_s=UNMEASURED_RTT_S if rtt_s is None else rtt_s,
-            bytes_per_s=self._plane.links.expected(card.node_id, network),
+            bytes_per_s=await self._rate(card, address)
+            or self._plane.links.expected(card.node_id, network),
             network=network,
         )
+
+    async def _rate(self, card: Card, address: str) -> float:
+        """The bytes/s at which a peer's answers come; 0 = it cannot be told."""
+        calls = PeerCalls(self._plane.channels.get(address, card.node_id), card.label)
+        times = []
+        try:
+            for size in (1, 1, _PROBE):  # the first one may have to connect
+                began = self._clock.mono()
+                await calls.probe(size, _PROBE_S)
+                times.append(self._clock.mono() - began)
+        except KakeyaError:
+            return 0.0
+        seconds = times[2] - times[1]
+        return _PROBE / seconds if seconds > _LEAST_S else 0.0
 
     async def _ask(self, card: Card, model: str, node_ids: Sequence[str]) -> ShareReport | str:
         """Ask a peer; a text says why it does not tell."""

@@ -64,7 +64,7 @@ async def test_all_nodes_are_asked_and_links_are_measured(fleet: Fleet) -> None:
     assert [one.lend_bytes // MIB for one in outlook.nodes] == [2000, 2000]
     assert {one.node_id for one in outlook.plan.members} == {"front", "left"}
     assert outlook.plan.members[0].node_id == "front"
-    asked = fleet.left.asked_for_share
+    asked = fleet.left.asked[0]
     assert (asked.model_id, list(asked.node_ids)) == ("tiny", ["front", "left"])
     answer = await fleet.survey.describe(
         pb.DescribeShareRequest(model_id="tiny", node_ids=["left", "front", "gone"])
@@ -73,9 +73,10 @@ async def test_all_nodes_are_asked_and_links_are_measured(fleet: Fleet) -> None:
     [link] = answer.links
     assert (link.node_id, link.network) == ("left", "loopback")
     assert 0 < link.rtt_seconds < 1
-    assert not (await fleet.survey.describe(pb.DescribeShareRequest(model_id="?"))).HasField(
-        "weights"
-    )
+    unknown = await fleet.survey.describe(pb.DescribeShareRequest(model_id="?"))
+    assert not unknown.HasField("weights")
+    probed = await fleet.survey.describe(pb.DescribeShareRequest(probe_bytes=2**31))
+    assert (len(probed.probe), probed.lend_bytes) == (4 * MIB, 0)
 
 
 async def test_a_peer_may_know_the_model(fleet: Fleet) -> None:

@@ -208,14 +208,15 @@ class ServingNode:
             self.held,
             share=self.share,
         )
-        self.asked_for_share = pb.DescribeShareRequest()
+        self.asked: list[pb.DescribeShareRequest] = []
         self.shared = pb.DescribeShareResponse()
         self.server = grpc.aio.server()
         self.address = ""
         self._channel: grpc.aio.Channel | None = None
 
     async def share(self, request: pb.DescribeShareRequest) -> pb.DescribeShareResponse:
-        self.asked_for_share = request
+        if not request.probe_bytes:
+            self.asked.append(request)
         return self.shared
 
     @property

@@ -85,7 +85,9 @@ def group(ranks: int, model: Path, *flags: str, engine: Sequence[str] = ENGINE) 
 
 
 @contextlib.contextmanager
-def apart(machines: Sequence[Machine], model: Path, *flags: str) -> Iterator[list[Served]]:
+def apart(
+    machines: Sequence[Machine], model: Path, *flags: str, engine: Sequence[str] = ENGINE
+) -> Iterator[list[Served]]:
     """A group with a rank on each machine, as a launch over ssh would start it."""
     with tempfile.TemporaryDirectory(prefix="kk") as folder, contextlib.ExitStack() as started:
         hosts = Path(folder) / "hosts.json"
@@ -93,15 +95,15 @@ def apart(machines: Sequence[Machine], model: Path, *flags: str) -> Iterator[lis
         ranks = []
         for rank, machine in enumerate(machines):
             environ = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
-            command = machine.command(sys.executable, "-m", *ENGINE)
+            command = machine.command(sys.executable, "-m", *engine)
             ranks.append(started.enter_context(_started(command, model, flags, environ)))
         yield ranks
 
 
 @contextlib.contextmanager
-def alone(model: Path) -> Iterator[Served]:
+def alone(model: Path, engine: Sequence[str] = ENGINE) -> Iterator[Served]:
     """One process that holds all of the model."""
-    with _started((sys.executable, "-m", *ENGINE), model, findings.flags()) as served:
+    with _started((sys.executable, "-m", *engine), model, findings.flags()) as served:
         yield served.serves()
 
 
