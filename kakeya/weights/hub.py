@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from kakeya.core.errors import Denied, InvalidArgument, KakeyaError, NotFound, PeerUnavailable
 from kakeya.core.process import signal_group
+from kakeya.weights.found import PullRecord, write_record
 from kakeya.weights.manifest import WeightsManifest
 from kakeya.weights.partial import PULLS, DiskRefused
 
@@ -36,6 +36,11 @@ class HubDownload:
         self.folder = models / PULLS / f"hub-{key}"
         self._sha256s: dict[str, str] = {}
 
+    def open(self, record: PullRecord) -> None:
+        """Make the folder. Blocks. Raises OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_record(self.folder, record)
+
     async def run(
         self, sized: Callable[[int], Awaitable[None]], told: Callable[[int], None]
     ) -> None:
@@ -45,8 +50,6 @@ class HubDownload:
         InvalidArgument for one that no node loads, DiskRefused, PeerUnavailable where the hub
         cannot be reached, and OSError.
         """
-        await asyncio.to_thread(self.folder.mkdir, mode=0o700, parents=True, exist_ok=True)
-        await asyncio.to_thread(os.utime, self.folder)
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kakeya.weights.hub_child", self.name, str(self.folder)),
             stdin=asyncio.subprocess.PIPE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kakeya.generation.spec import GGUF
 from kakeya.weights.choice import PulledModel
-from kakeya.weights.found import RECORD, FoundModel
+from kakeya.weights.found import RECORD, FoundModel, read_record
 from kakeya.weights.partial import PULLS
 from kakeya.weights.peers import WeightsOffer, WeightsPeer
 
@@ -104,6 +104,13 @@ def pulled_models(
             used_at=part.stat().st_mtime,
             is_spared=part.name in under_way,
         )
+
+
+def parts_of(folder: Path, name: str) -> list[Path]:
+    """What is here of models that a pull of this name began. Blocks."""
+    parts = folder / PULLS
+    found = [(part, read_record(part)) for part in (parts.iterdir() if parts.is_dir() else ())]
+    return [part for part, record in found if record is not None and record.name == name]
 
 
 def _paths(source: str) -> set[Path]:

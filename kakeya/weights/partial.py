@@ -46,10 +46,10 @@ class PartialModel:
         self.manifest = manifest
         self.folder = folder or models / PULLS / manifest.digest
 
-    def open(self) -> None:
-        """Make the folder and the folders in it."""
+    def open(self, record: PullRecord) -> None:
+        """Make the folder, the folders in it, and the files."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.utime(self.folder)  # it is in use
+        write_record(self.folder, record)
         for file in self.manifest.files:
             path = self.folder / file.name
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ class PartialModel:
         for path in self.folder.rglob("*"):
             if path.is_file() and path not in keep:
                 path.unlink()
-        for path in self.folder.glob(".*"):  # notes of a download
+        for path in self.folder.glob(".*/"):  # notes of a download
             shutil.rmtree(path)
         write_record(self.folder, record)
         for path in keep:

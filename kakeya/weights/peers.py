@@ -166,9 +166,9 @@ class WeightsPeers:
         request = pb.ReadPieceRequest(digest=digest, piece=piece)
         with calling(peer.label):
             call = self._stub(peer).ReadPiece(request, timeout=_PIECE_S)
-        data = bytearray()
+        data, have = bytearray(size), 0  # growing it would copy it several times
         try:
-            while len(data) <= size:
+            while have <= size:
                 with calling(peer.label):
                     try:
                         async with asyncio.timeout(STALL_S):
@@ -179,13 +179,14 @@ class WeightsPeers:
                         ) from None
                 if not isinstance(part, pb.PiecePart):
                     break
-                data += part.data
+                data[have : have + len(part.data)] = part.data
+                have += len(part.data)
                 came(len(part.data))
         finally:
             call.cancel()
-        if len(data) != size:
+        if have != size:
             raise PeerProtocol(
-                f"{peer.label}: piece {piece} has {len(data)} bytes or more; it must have {size}"
+                f"{peer.label}: piece {piece} has {have} bytes or more; it must have {size}"
             )
         return data
 

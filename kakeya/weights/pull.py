@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,17 +151,20 @@ class Pull:
 
     async def _finish(self, manifest: WeightsManifest) -> Path:
         """Give a whole model its name."""
-        record = PullRecord(
-            name=self.state.name,
-            digest=manifest.digest,
-            keep=self.keep,
-            source=", ".join(self.state.sources),
-            pulled_at=self._clock.wall(),
-        )
+        record = self._record(manifest.digest)
         path = await asyncio.to_thread(self._made.finish, record)
         await self._tools.index.learn(path, manifest)
         self._meter.tell(phase="done", done_bytes=manifest.bytes, path=str(path))
         return path
+
+    def _record(self, digest: str) -> PullRecord:
+        return PullRecord(
+            name=self.state.name,
+            digest=digest,
+            keep=self.keep,
+            source=", ".join(self.state.sources),
+            pulled_at=self._clock.wall(),
+        )
 
     @property
     def _made(self) -> PartialModel:
@@ -184,6 +187,7 @@ class Pull:
 
         self._meter.begin()
         self._meter.tell(phase="fetching", sources=("the hub",), note="")
+        await asyncio.to_thread(download.open, self._record(""))
         await download.run(sized, told)
         self._meter.tell(phase="verifying")
         model = await asyncio.to_thread(found_model, name, download.folder)
@@ -199,7 +203,7 @@ class Pull:
         """Make room, and find out what is here of an earlier fetch."""
         await self._tools.make_room(manifest.bytes, manifest.digest)
         partial = self.partial = PartialModel(self._tools.folder, manifest)
-        await asyncio.to_thread(partial.open)
+        await asyncio.to_thread(partial.open, self._record(manifest.digest))
         await asyncio.to_thread(partial.check_room)
         self._meter.tell(phase="checking")
         loop = asyncio.get_running_loop()
@@ -241,26 +245,34 @@ class Pull:
         except NotFound:  # the one that was named is gone for now
             asked = ()
         offers, _ = await self._tools.peers.offers(asked)
-        for peer, is_whole in sources_of(manifest.digest, offers).items():
+        found = sources_of(manifest.digest, offers)
+        self._make_place({peer.node_id for peer in found})
+        for peer, is_whole in found.items():
             name = peer.node_id
             if self._schedule.why_left(name):
                 continue
-            if name in self._tasks:
-                self._schedule.back(name)
-                if is_whole:
-                    self._schedule.join(name, None)
-                continue
-            if len(self._tasks) >= MOST_SOURCES and peer != first:
-                continue
-            self._labels[name] = peer
-            self._schedule.join(name, None if is_whole else ())
-            self._tasks[name] = [
-                asyncio.create_task(self._work(peer, manifest), name=f"pull {self.state.name}")
-                for _ in range(STREAMS)
-            ]
-            if not is_whole:
+            if name not in self._tasks:
+                if len(self._tasks) >= MOST_SOURCES and peer != first:
+                    continue
+                self._labels[name] = peer
+                self._schedule.join(name, None if is_whole else ())
+                self._tasks[name] = [
+                    asyncio.create_task(self._work(peer, manifest), name=f"pull {self.state.name}")
+                    for _ in range(STREAMS)
+                ]
+            self._schedule.back(name)
+            if is_whole:
+                self._schedule.join(name, None)
+            elif all(task.done() for task in self._tasks[name][STREAMS:]):
                 self._tasks[name].append(asyncio.create_task(self._watch(peer, manifest)))
         self._tell_sources()
+
+    def _make_place(self, seen: Collection[str]) -> None:
+        """End the work for sources that are lost, so that others get their places."""
+        for name in [one for one in self._tasks if one not in seen]:
+            if self._schedule.sources[name].lost:
+                for task in self._tasks.pop(name):
+                    task.cancel()
 
     async def _watch(self, peer: WeightsPeer, manifest: WeightsManifest) -> None:
         """Follow what a peer has that fetches the model itself."""

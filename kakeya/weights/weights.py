@@ -22,7 +22,14 @@ from kakeya.weights.choice import to_remove
 from kakeya.weights.config import WeightsConfig
 from kakeya.weights.found import FoundModel
 from kakeya.weights.index import WeightIndex
-from kakeya.weights.listed import ListedModel, listed_models, note_use, pulled_models, uses
+from kakeya.weights.listed import (
+    ListedModel,
+    listed_models,
+    note_use,
+    parts_of,
+    pulled_models,
+    uses,
+)
 from kakeya.weights.manifest import check_model_name
 from kakeya.weights.partial import disk_error, remove_folder
 from kakeya.weights.peers import Neighbours, WeightsPeers
@@ -163,7 +170,7 @@ class NodeWeights:
         named = [one for one in await self.index.models(anew=True) if one.name == name]
         pulled = [one for one in named if one.record is not None]
         if not named:
-            raise NotFound(f"no model on this node's disk is called {name[:80]!r}")
+            return await self._remove_parts(name)
         if not pulled:
             raise Conflict(
                 f"{name} lies in {named[0].path}, and no pull brought it there; remove it yourself"
@@ -177,6 +184,17 @@ class NodeWeights:
             raise Conflict(f"{name} is not removed: {reason}; --force removes it nevertheless")
         await self._drop(model.path)
         return model.path, model.bytes
+
+    async def _remove_parts(self, name: str) -> tuple[Path, int]:
+        """Remove what is here of a pull that did not end."""
+        if any(pull.state.name == name for pull in self.fetching):
+            raise Conflict(f"{name} is being pulled; end the pull first")
+        parts = await asyncio.to_thread(parts_of, self.folder, name)
+        if not parts:
+            raise NotFound(f"no model on this node's disk is called {name[:80]!r}")
+        for part in parts:
+            await self._drop(part)
+        return parts[0], 0
 
     async def _drop(self, path: Path) -> None:
         try:

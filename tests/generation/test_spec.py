@@ -9,7 +9,14 @@ import pytest
 from kakeya.core.errors import ConfigError
 from kakeya.core.settings import Illegal
 from kakeya.generation.config import ModelsConfig
-from kakeya.generation.spec import ModelRole, ModelSpec, parse_model, parse_proposer, resolve
+from kakeya.generation.spec import (
+    ModelRole,
+    ModelSpec,
+    parse_model,
+    parse_proposer,
+    resolve,
+    where_pulled,
+)
 
 
 def model_folder(tmp_path: Path, *names: str) -> Path:
@@ -25,6 +32,16 @@ def test_a_folder_is_served_under_its_base_name(tmp_path: Path) -> None:
     spec = parse_model(str(folder))
     assert (spec.model_id, spec.role) == ("my-model", ModelRole.VERIFIER)
     assert resolve(spec) == str(folder)
+
+
+def test_a_pulled_model_is_found_by_its_name_and_no_other_path(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "config.json", "model.safetensors")
+    for source, role in (("my-model", "verifier"), ("my-model:embedder", "embedder")):
+        spec = where_pulled(parse_model(source), tmp_path)
+        assert (spec.model_id, spec.role, resolve(spec)) == ("my-model", role, str(folder))
+    for source in ("../my-model", "x/../my-model", "kakeya-tiny", "org/other", ".my-model"):
+        spec = parse_model(source)
+        assert where_pulled(spec, tmp_path / "x" if "/" in source else tmp_path) == spec
 
 
 def test_a_folder_may_be_an_embedder_and_ngram_may_not(tmp_path: Path) -> None:

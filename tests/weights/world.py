@@ -115,7 +115,7 @@ async def house(folder: Path) -> AsyncIterator[House]:
         yield House(folder, stack)
 
 
-def make_model(folder: Path, name: str, *, mib: float = 18.3, seed: int = 1) -> Path:
+def make_model(folder: Path, name: str, *, mib: float = 14.3, seed: int = 1) -> Path:
     """A model folder with random weights in two files, and small files."""
     path = folder / name
     path.mkdir(parents=True)
