@@ -7,12 +7,15 @@ machines, and agents and links of the others, are killed, stopped, cut and resto
 nodes are drained and replaced. Each request must end with the answer of the undisturbed shelf, or
 be refused with a type and a time to come again.
 
+With --ring the second and third machine pull a model's files from the first, and serve it as a ring
+group; the answers must be those of one process. Ranks, agents and links of both are lost.
+
 With --rolling four nodes on loopback serve 20 streaming clients and four gRPC sessions, each with
 the addresses of all nodes; each node is drained and replaced in turn, by a node of the checkout
 --other, and that of the other by one of this checkout. With --one-address all clients have the
 address of the first node alone, and that one is replaced four times.
 
-.venv/bin/python -m benchmarks.shelf_drill [--minutes 10] [--seed N] [--keep FOLDER]
+.venv/bin/python -m benchmarks.shelf_drill [--ring] [--minutes 10] [--seed N] [--keep FOLDER]
 .venv/bin/python -m benchmarks.shelf_drill --rolling [--one-address] [--other CHECKOUT]
 """
 
@@ -22,34 +25,53 @@ import argparse
 import asyncio
 import random
 import secrets
+import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.failover import Streamed
 from benchmarks.report import emit
-from benchmarks.shelf_drill.clients import Tally, agent_loop, client_of, openai_loop, undisturbed
-from benchmarks.shelf_drill.faults import Faults, start
+from benchmarks.shelf_drill.clients import (
+    Form,
+    Tally,
+    agent_loop,
+    client_of,
+    openai_loop,
+    undisturbed,
+)
+from benchmarks.shelf_drill.faults import FLAGS, RING_FLAGS, Faults, start
 from benchmarks.shelf_drill.rolling import roll
+from kakeya.cli.child import NodeProcess
+from kakeya.generation.spec import EMBEDDED_FOLDER
 from scripts.agents import MODEL, RUNS
 from tests import netns
 from tests.node.test_routed_namespaces import get
 from tests.node.test_three_namespaces import HTTP, Mini
 
 _CLIENTS = 4
+FILES = "shelf/tools"
+"""What the files are called that are pulled: by another name than that of the shipped model."""
 _LATE_S = 240.0
 """For the last answers, and the last machines to come back."""
 
 
-async def found(minis: Sequence[Mini]) -> None:
-    """Make one fleet of the machines, and wait until each offers the model to the first."""
+async def found(minis: Sequence[Mini], flags: Sequence[str]) -> None:
+    """Make one fleet of the machines."""
     front, *others = minis
     for mini in minis:
         mini.folder.mkdir()
     await asyncio.to_thread(front.kakeya, "init", "--label", front.label)
-    await start(front)
+    await start(front, flags)
     for mini in others:
-        await start(mini, "--join", (await asyncio.to_thread(front.kakeya, "invite"))["token"])
+        token = (await asyncio.to_thread(front.kakeya, "invite"))["token"]
+        await start(mini, flags, "--join", token)
+
+
+async def offered(minis: Sequence[Mini]) -> None:
+    """Wait until each machine offers the model to the first."""
+    front = minis[0]
     async with asyncio.timeout(60):
         while True:
             nodes = (await asyncio.to_thread(get, front, "/api/v1/fleet"))["nodes"]
@@ -61,25 +83,83 @@ async def found(minis: Sequence[Mini]) -> None:
 async def drill(minis: Sequence[Mini], folder: Path, minutes: float, seed: int) -> Tally:
     """Run the clients and the faults; what became of the requests."""
     front, *others = minis
-    await found(minis)
+    await found(minis, FLAGS)
+    await offered(minis)
     async with client_of(HTTP) as openai:
         known = await undisturbed(openai)
+    faults, until = Faults(random.Random(seed), FLAGS), _in(minutes)
+    work = [faults.trouble(front, until, engines=True)]
+    work += [faults.trouble(mini, until, engines=False) for mini in others]
+    return await disturbed(front, known, faults, work, folder, minutes, seed)
+
+
+async def ring_drill(minis: Sequence[Mini], folder: Path, minutes: float, seed: int) -> Tally:
+    """The same with a group of two machines, which pull its files from the first."""
+    front, *others = minis
+    # The answers of one process are those that the group must give.
+    async with NodeProcess(folder / "alone", "--model", MODEL) as alone:
+        async with client_of(alone.http) as openai:
+            known = await undisturbed(openai)
+    await found(minis, RING_FLAGS)
+    files = front.data / "models" / FILES
+    await asyncio.to_thread(shutil.copytree, EMBEDDED_FOLDER / MODEL, files)
+    for mini in others:
+        await asyncio.to_thread(said, mini, "models", "pull", FILES)
+    nodes = ",".join(mini.node_id for mini in others)
+    named = ("--nodes", nodes, "--split", "tensor", "--name", MODEL)
+    await asyncio.to_thread(said, front, "ring", "up", FILES, *named)
+    prompt = ("--prompt", "def main(argv):", "--max-tokens", "24")
+    texts = [
+        await asyncio.to_thread(said, mini, "generate", "--model", MODEL, *prompt) for mini in minis
+    ]
+    faults, until = Faults(random.Random(seed), RING_FLAGS), _in(minutes)
+    leader, member = others
+    work = [faults.trouble(leader, until, engines=True)]
+    work.append(faults.trouble(member, until, engines=False))
+    tally = await disturbed(front, known, faults, work, folder, minutes, seed)
+    tally.note("any node", "same" if len({*texts}) == 1 else "wrong", str(texts))
+    await asyncio.to_thread(said, front, "ring", "status")
+    await asyncio.to_thread(said, front, "ring", "down", MODEL)
+    return tally
+
+
+def said(mini: Mini, *arguments: str) -> str:
+    """Run a command of `kakeya` on a machine, and print what it says."""
+    program = ("-m", "kakeya.cli.main", *arguments, "--data-dir", str(mini.data))
+    done = mini.machine.python(*program, limit_s=180)
+    print(
+        f"{mini.label}: kakeya {' '.join(arguments)}\n{done.stdout}{done.stderr[-2000:]}",
+        flush=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"kakeya {arguments[0]} ended with {done.returncode}")
+    return done.stdout
+
+
+def _in(minutes: float) -> Callable[[], bool]:
+    until = time.monotonic() + minutes * 60
+    return lambda: time.monotonic() < until
+
+
+async def disturbed(
+    front: Mini,
+    known: Mapping[str, tuple[Form, Streamed]],
+    faults: Faults,
+    work: Sequence[Coroutine[None, None, None]],
+    folder: Path,
+    minutes: float,
+    seed: int,
+) -> Tally:
+    """What becomes of the requests of clients during that work."""
     for name, (_, whole) in known.items():
         print(f"{name}: {len(whole.moments)} pieces, {whole.ends}", flush=True)
-    tally, faults = Tally(), Faults(random.Random(seed))
-    until = time.monotonic() + minutes * 60
-
-    def goes_on() -> bool:
-        return time.monotonic() < until
-
+    tally, goes_on = Tally(), _in(minutes)
     rngs = [random.Random(seed + 1 + number) for number in range(_CLIENTS)]
-    work = [openai_loop(HTTP, known, tally, goes_on, rng) for rng in rngs]
+    clients = [openai_loop(HTTP, known, tally, goes_on, rng) for rng in rngs]
     programs = [name for name in ("claude-code", "codex") if RUNS[name].program.exists()]
-    work += [agent_loop(name, HTTP, folder, tally, goes_on) for name in programs]
-    work.append(faults.trouble(front, goes_on, engines=True))
-    work += [faults.trouble(mini, goes_on, engines=False) for mini in others]
+    clients += [agent_loop(name, HTTP, folder, tally, goes_on) for name in programs]
     async with asyncio.timeout(minutes * 60 + _LATE_S):
-        await asyncio.gather(*work)
+        await asyncio.gather(*clients, *work)
     await asyncio.sleep(2)
     status = await asyncio.to_thread(get, front, "/api/v1/status")
     left = sum(one["running"] + one["waiting"] for one in status["clients"])
@@ -89,7 +169,7 @@ async def drill(minis: Sequence[Mini], folder: Path, minutes: float, seed: int) 
     return tally
 
 
-def chaos(folder: Path, minutes: float, seed: int) -> Tally:
+def chaos(folder: Path, minutes: float, seed: int, *, has_ring: bool) -> Tally:
     """The drill of three machines."""
     with netns.network(3) as machines:
         minis = [
@@ -97,7 +177,8 @@ def chaos(folder: Path, minutes: float, seed: int) -> Tally:
             for number, machine in enumerate(machines, 1)
         ]
         with machines[0].entered():
-            return asyncio.run(drill(minis, folder, minutes, seed))
+            run = ring_drill if has_ring else drill
+            return asyncio.run(run(minis, folder, minutes, seed))
 
 
 def main() -> None:
@@ -106,6 +187,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument("--keep", type=Path, help="the logs of the nodes, in a new folder")
+    parser.add_argument("--ring", action="store_true", help="a group of two serves all")
     parser.add_argument("--rolling", action="store_true", help="drain and replace four nodes")
     parser.add_argument("--one-address", action="store_true", help="of the first node, to all")
     parser.add_argument("--other", type=Path, default=Path.cwd(), help="checkout, for --rolling")
@@ -121,7 +203,7 @@ def main() -> None:
         elif reason := netns.why_not():
             raise SystemExit(f"benchmarks.shelf_drill: {reason}")
         else:
-            tally = chaos(folder, options.minutes, options.seed)
+            tally = chaos(folder, options.minutes, options.seed, has_ring=options.ring)
     tally.show()
     good, total = tally.count("same", "refused"), tally.count()
     emit(

@@ -10,13 +10,14 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from scripts.agents import MODEL
 from tests.node.test_routed_namespaces import get
 from tests.node.test_three_namespaces import Mini
 
-FLAGS = ("--model", MODEL, "--exchange-interval", "1")
+RING_FLAGS = ("--exchange-interval", "1")
+FLAGS = ("--model", MODEL, *RING_FLAGS)
 _REST_S = (3.0, 15.0)
 """Between the end of a fault of a machine and its next one."""
 _LAST_S = (0.5, 25.0)
@@ -27,8 +28,10 @@ _PATIENCE_S = "40"
 class Faults:
     """The faults of one machine after the other. `done` counts them."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, flags: Sequence[str]) -> None:
+        """`flags`: those with which nodes are started again."""
         self._rng = rng
+        self._flags = flags
         self.done: Counter[str] = Counter()
         self._kinds: dict[str, Callable[[Mini], Awaitable[None]]] = {
             "engine killed": self._kill_engine,
@@ -71,7 +74,7 @@ class Faults:
         assert mini.node is not None
         await asyncio.to_thread(mini.node.stop, 15.0, signal.SIGKILL)
         await self._last()
-        await start(mini)
+        await start(mini, self._flags)
 
     async def _stop(self, mini: Mini) -> None:
         assert mini.node is not None
@@ -94,19 +97,20 @@ class Faults:
         told = await asyncio.to_thread(mini.kakeya, "drain", "--patience", _PATIENCE_S)
         status = await asyncio.to_thread(mini.node.process.wait, 30)
         print(f"{time.strftime('%T')} {mini.label}: {told}, exit {status}", flush=True)
-        await start(mini)
+        await start(mini, self._flags)
 
 
-async def start(mini: Mini, *flags: str) -> None:
-    """Start the node of a machine with the model."""
-    await asyncio.to_thread(mini.start, *FLAGS, *flags)
+async def start(mini: Mini, flags: Sequence[str], *more: str) -> None:
+    """Start the node of a machine."""
+    await asyncio.to_thread(mini.start, *flags, *more)
 
 
 async def _engine(mini: Mini) -> int:
-    """The process of the model's engine; 0 while there is none."""
+    """The process of the model's engine, or of a rank of it; 0 while there is none."""
     with contextlib.suppress(ValueError):  # it does not answer: another engine's fault
-        models = (await asyncio.to_thread(get, mini, "/api/v1/status"))["models"]
-        return next((int(m["pid"] or 0) for m in models if m["model_id"] == MODEL), 0)
+        status = await asyncio.to_thread(get, mini, "/api/v1/status")
+        own = [one for one in status["models"] if one["model_id"] == MODEL]
+        return next((int(one["pid"] or 0) for one in own + status["rings"]["ranks"]), 0)
     return 0
 
 
