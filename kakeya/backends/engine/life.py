@@ -262,7 +262,8 @@ class EngineLife:
         if self._refusal:
             self._move(ModelState.FAILED, self._refusal)
             return GiveUp(reason=self._refusal)
-        if ended.returncode == -signal.SIGKILL:
+        is_lost_group = self._spec.others is not None and ended.cause
+        if ended.returncode == -signal.SIGKILL and not is_lost_group:
             self._careful_until_mono = now + CARE_S
             self.limits = self.limits.merged(EngineMemoryLimits(max_running=1))
         plan = self.options.restart.after_exit(now, ended, self._deaths)

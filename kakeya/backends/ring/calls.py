@@ -53,6 +53,8 @@ class LentRank:
         self.bytes = lent.lent_bytes
         self.progress: LoadProgress | None = None
         self._is_ended = False
+        self.fault = ""
+        """How it failed; "" = it did not, or as rank 0 ended."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the rank is no more."""
 
@@ -71,15 +73,14 @@ class LentRank:
         self, call: grpc.aio.UnaryStreamCall[pb.HostRankRequest, pb.RankReport]
     ) -> None:
         """Hear of the rank until it is lost."""
-        reason = "it ended"
         try:
             while (heard := await hear(call, pb.RankReport, self.label)) is not None:
                 if heard.HasField("progress"):
                     self.progress = _progress_from_wire(heard.progress)
         except KakeyaError as failure:
-            reason = failure.message
+            self.fault = f"rank {self._order.rank} is lost: {failure.message}"
         if not self.lost.done():
-            self.lost.set_result(f"rank {self._order.rank} on {self.label} is lost: {reason}")
+            self.lost.set_result(self.fault or f"rank {self._order.rank} on {self.label} ended")
 
 
 class RingPeer:

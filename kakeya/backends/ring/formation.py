@@ -33,6 +33,7 @@ class LentSeat(Protocol):
     bytes: int
     progress: LoadProgress | None
     lost: asyncio.Future[str]
+    fault: str
 
     async def start(self, hosts: str) -> None:
         """Start its process."""
@@ -87,6 +88,8 @@ class Formation:
         self.group_id = ""
         self.refusal: KakeyaError | None = None
         """Why the last try failed before rank 0 was started."""
+        self.faults: Sequence[str] = ()
+        """How ranks failed in the last try that rank 0 was started in."""
 
     @asynccontextmanager
     async def form(self) -> AsyncIterator[FormedRing]:
@@ -98,7 +101,7 @@ class Formation:
             try:
                 formed = await self._gather(stack)
             except KakeyaError as refusal:
-                self.refusal = refusal
+                self.refusal, self.faults = refusal, ()
                 raise
             stack.push_async_callback(self._end_ranks)
             yield formed
@@ -128,6 +131,7 @@ class Formation:
     async def _end_ranks(self) -> None:
         """End all at once; what cannot be reached ends by itself."""
         await asyncio.gather(*(one.end() for one in self.ranks), return_exceptions=True)
+        self.faults = [one.fault for one in self.ranks if one.fault]
 
     def _over(self) -> None:
         self.ranks, self.group_id = (), ""

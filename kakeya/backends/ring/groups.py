@@ -362,7 +362,7 @@ class RingGroups:
             "leader": self._peers.own_id,
             "state": state.phase.value,
             "seconds": round(now - state.since_mono, 1),
-            "reason": state.reason,
+            "reason": "; ".join(filter(None, (state.reason, *formation.faults))),
             "retry_s": None if retry_s is None else round(max(0.0, retry_s), 1),
             "answers": str(check.status()["state"]) if check else "",
             "canary": check.status() if check else None,

@@ -34,6 +34,7 @@ class FakeSeat:
     bytes: int = 1
     progress: LoadProgress | None = None
     ends: int = 0
+    fault: str = ""
     lost: asyncio.Future[str] = field(default_factory=asyncio.Future)
 
     @property
