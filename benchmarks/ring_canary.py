@@ -170,7 +170,7 @@ async def asked(folder: Path) -> tuple[Stored, float]:
         async with adopted(one.socket, None) as backend:
             facts = await backend.ready(LOAD_S)
             began = time.perf_counter()
-            ids = canary.prompt(facts.vocab_size, canary.prompt_tokens(facts))
+            ids = canary.prompt(facts.vocab_size, canary.PROMPT_TOKENS)
             answer: Answer = ()
             async for frame in backend.decode(canary.request(ids, canary.ANSWER_TOKENS)):
                 answer += canary.said_by(frame) if isinstance(frame, Tokens) else ()

@@ -70,7 +70,10 @@ class AdapterIntake:
         folders = self._bases()
         if base not in folders:
             known = ", ".join(folders) or "none"
-            raise NotFound(f"this node decodes with no model {base[:80]!r}; there are: {known}")
+            raise NotFound(
+                f"this node decodes with no model {base[:80]!r} that takes adapters (ring groups "
+                f"take none); there are: {known}"
+            )
         folder = Path(folders[base])
         if not await asyncio.to_thread(folder.is_dir):
             raise InvalidArgument(

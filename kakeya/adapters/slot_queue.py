@@ -212,8 +212,8 @@ class SlotQueue:
         self.slots = engine.facts.adapter_slots if engine.facts else 0
         if not self.slots:
             raise Unsupported(
-                f"the engine of {self._base} takes no adapters; start the node with "
-                "adapters.slots of 1 or more"
+                f"the engine of {self._base} takes no adapters: it is a ring group, or the node "
+                "was started with adapters.slots of 0"
             )
         bound, until_mono = self._short
         if self._clock.mono() < until_mono:

@@ -71,6 +71,7 @@ class NodeAdapters:
             if model.facts
             else engines.sources[model.model_id]
             for model in engines.of_role(ModelRole.VERIFIER)
+            if model.model_id not in engines.alone  # ring groups take none
         }
 
     def _lend(self, base: str) -> AbstractAsyncContextManager[AdapterEngine]:
