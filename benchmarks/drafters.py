@@ -33,8 +33,8 @@ from kakeya.mlx.loader import load  # noqa: E402
 from kakeya.mlx.verifier import MlxVerifier  # noqa: E402
 from scripts.tiny.corpus import library_documents  # noqa: E402
 
-TEXTS, PROMPT, CONTINUED = 10, 96, 96
-BLOCKS, STEPS = (1, 4, 8), (1, 2, 4)
+TEXTS, PROMPT, CONTINUED = 6, 96, 96
+BLOCKS, STEPS = (4, 8), (1, 2, 4)
 AR, DLM = "kakeya-tiny-draft", "kakeya-tiny-dlm"
 Ask: TypeAlias = Callable[[list[int], int, HiddenStates], Draft]
 

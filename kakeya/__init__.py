@@ -42,6 +42,7 @@ _HOMES = {
     "accept_block": "kakeya.decoding.draft.acceptance",
     "embedding_key": "kakeya.memory.embeddings",
     "exchange_once": "kakeya.fleet.gossip.round",
+    "mlx_pair": "kakeya.mlx.library",
     "mlx_verifier": "kakeya.mlx.library",
     "normalised": "kakeya.memory.embeddings",
     "plan_spec_decode_placement": "kakeya.fleet.placement.placement",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kakeya.decoding.draft.states import HiddenStates
 from kakeya.generation.request import Sampling
 from kakeya.mlx.kept_prefix import KeptPrefix
 from kakeya.mlx.loader import LoadedModel
@@ -41,6 +42,11 @@ class LocalVerifier:
     def tokenizer_file(self) -> str:
         """The path of the model's tokenizer.json."""
         return str(self._model.path / "tokenizer.json")
+
+    def hidden_states(self, first: int, end: int) -> HiddenStates | None:
+        """Those of the tokens `first` to `end` of the newest text, the newest that there are; None
+        = none. Of a verifier that keeps them for a drafter."""
+        return self._kept.state.hidden_states(first, end)
 
     @property
     def vocabulary_digest(self) -> str:

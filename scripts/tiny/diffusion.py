@@ -68,7 +68,7 @@ SHORT_TEXT = 20_000
 """Characters of a document whose chats are made: it takes long for long ones."""
 BLOCKS = ((4, 24), (8, 12), (8, 12), (16, 6))
 """(masks of a block, blocks in a row): one of them at each step."""
-ROWS, RATE, WARM_UP, KEPT_EVERY = 8, 1.5e-3, 40, 50
+ROWS, RATE, WARM_UP, KEPT_EVERY = 8, 1.5e-3, 20, 20
 
 
 def text_prompts(rows: int) -> np.ndarray:
@@ -140,7 +140,7 @@ def fresh(work: Path) -> tuple[BlockDiffusion, int]:
     taken = {name: weight.astype(mx.float32) for name, weight in begun.items()}
     network.load_weights([*(small | taken).items()], strict=False)
     # States begin as a whisper beside the embedding, and grow as they prove of use.
-    network.states.norm.weight = mx.full((CONFIG.hidden_size,), 0.02)
+    network.states.norm.weight = mx.full((CONFIG.hidden_size,), 0.05)
     return network, 0
 
 
@@ -165,14 +165,15 @@ class Lesson:
         hidden[:] = np.arange(size + 1) > known[..., None]
         scattered = dice.random((ROWS, blocks)) < 0.2
         hidden[scattered] &= dice.random((int(scattered.sum()), size + 1)) < 0.7
-        self.hidden = mx.array(hidden.reshape(ROWS, -1))
         distance = np.maximum(0, np.arange(size + 1) - known[..., None] - 1)
         weights = np.where(hidden, np.exp(-distance / (size / 2)), 0.0)
-        self.weights = mx.array((weights / weights.sum()).astype(np.float32).reshape(ROWS, -1))
-        self.wanted = mx.array(block.reshape(ROWS, -1))
-        self.shown = mx.where(self.hidden, CONFIG.mask_token_id, self.wanted)
-        self.positions = mx.array(at.reshape(-1))
-        owner = np.repeat(np.arange(blocks), size + 1)
+        weights = (weights / weights.sum()).astype(np.float32)
+        self.weights = mx.array(weights[..., 1:].reshape(ROWS, -1))
+        self.wanted = mx.array(block[..., 1:].reshape(ROWS, -1))
+        shown = np.where(hidden, CONFIG.mask_token_id, block)[..., :-1]
+        self.shown = mx.array(shown.reshape(ROWS, -1))
+        self.positions = mx.array(at[:, :-1].reshape(-1))
+        owner = np.repeat(np.arange(blocks), size)
         before = np.arange(LENGTH)[None] < last[owner][:, None]
         self.mask = mx.array(np.concatenate((before, owner[:, None] == owner[None]), axis=1))
         self.ids = mx.array(ids)

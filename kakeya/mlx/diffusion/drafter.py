@@ -74,12 +74,12 @@ class BlockDiffusionDrafter:
         counts = fills(size, steps)
         with self.meter.measure() as activations:
             past, first = self._follow(list(prefix), states)
-            positions = mx.arange(first, first + size + 1)
+            positions = mx.arange(first, first + size)
             tokens = [self._config.mask_token_id] * size
             sure, masked = [0.0] * size, list(range(size))
             for count in counts:
-                ids = mx.array([[prefix[-1], *tokens]], dtype=mx.int32)
-                logits = self._network.block(ids, positions, past)[0, 1:] + self._never
+                ids = mx.array([[prefix[-1], *tokens[:-1]]], dtype=mx.int32)
+                logits = self._network.block(ids, positions, past)[0] + self._never
                 found, logs = self._selected(logits, sampling, len(prefix))
                 for place in surest(logs, masked, count, LEAN):
                     tokens[place], sure[place] = found[place], logs[place]

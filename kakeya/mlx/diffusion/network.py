@@ -4,7 +4,8 @@ Two streams run through the same layers. The context is causal, so its keys and 
 a text grows; to the embedding of each of its tokens the verifier's projected hidden state is added
 where there is one. A block begins with the last token of the text, whose state no verifier has yet,
 and goes on with masks; its positions attend to the whole context and to each other, in both
-directions. The logits at a mask are of the token that belongs there.
+directions. As in a causal model, the logits at a position are of the token behind it, so that a
+block which is filled from left to right, a token a pass, is drafted as by a causal model.
 """
 
 from __future__ import annotations
