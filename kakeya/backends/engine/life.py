@@ -262,8 +262,7 @@ class EngineLife:
         if self._refusal:
             self._move(ModelState.FAILED, self._refusal)
             return GiveUp(reason=self._refusal)
-        is_lost_group = self._spec.others is not None and ended.cause
-        if ended.returncode == -signal.SIGKILL and not is_lost_group:
+        if ended.returncode == -signal.SIGKILL and not (self._spec.others and ended.cause):
             self._careful_until_mono = now + CARE_S
             self.limits = self.limits.merged(EngineMemoryLimits(max_running=1))
         plan = self.options.restart.after_exit(now, ended, self._deaths)

@@ -138,6 +138,7 @@ class RingGroups:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self._file.rename, aside)
             event(_log, "wishes set aside", level=logging.WARNING, file=aside, fault=fault)
+            await self._save()
 
     def start(self, tasks: Supervisor) -> None:
         """Bring up what is wished for."""
