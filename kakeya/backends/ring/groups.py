@@ -208,10 +208,16 @@ class RingGroups:
         if group is not None:
             await self._drop(group)
             return
-        leader = "" if is_for_leader else await self._leader_of(name)
+        others = () if is_for_leader else await self._peers.groups()
+        leaders = {str(one["name"]): str(one["leader"]) for one in others}
+        hosted = {rank.order.spec.name: rank.order.leader for rank in self.host.ranks}
+        leader = (leaders | hosted).get(name, "")
         if not leader:
-            names = ", ".join(self._groups) or "none"
-            raise NotFound(f"no ring group is called {name[:80]!r} here; there are {names}")
+            names = ", ".join((*self._groups, *leaders)) or "none"
+            raise NotFound(
+                f"no ring group is called {name[:80]!r} at this node or another one that answers; "
+                f"there are {names}"
+            )
         await self._peers.get(leader).end_group(name)
 
     async def groups(self, *, is_for_fleet: bool) -> Sequence[Json]:
@@ -341,13 +347,6 @@ class RingGroups:
             await asyncio.to_thread(write_atomically, self._file, data)
         except OSError as problem:
             event(_log, "wishes not saved", level=logging.WARNING, problem=problem)
-
-    async def _leader_of(self, name: str) -> str:
-        for rank in self.host.ranks:
-            if rank.order.spec.name == name:
-                return rank.order.leader
-        found = [one for one in await self._peers.groups() if one["name"] == name]
-        return str(found[0]["leader"]) if found else ""
 
     def _shown(self, group: LedGroup) -> Json:
         state, now = group.state, self._clock.mono()
