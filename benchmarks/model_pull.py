@@ -94,6 +94,14 @@ def sent_by(source: NodeProcess, machine: netns.Machine | None) -> int:
         return int(source.api.get("/api/v1/status")["weights"]["served_bytes"])
 
 
+def cpu_s(node: NodeProcess) -> float:
+    """Seconds of processor that a node has taken; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{node.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
 def copied(model: Path, folder: Path) -> float:
     """Seconds to copy the files into a folder, and to sync them."""
     began = time.perf_counter()
@@ -111,7 +119,8 @@ async def measured(
     folder: Path, model: Path, machines: Sequence[netns.Machine], runs: int
 ) -> dict[str, list[float]]:
     """Seconds of each kind of pull, and of the copy."""
-    found: dict[str, list[float]] = {"disk": [], "one": [], "two": [], "both": [], "shared": []}
+    kinds = ("disk", "one", "two", "both", "shared", "source", "puller")
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
     at = [*machines] or [None] * 4
     for name in ("source-1", "source-2"):
         shutil.copytree(model, folder / name / "data" / "models" / NAME)
@@ -125,7 +134,10 @@ async def measured(
         places = [folder / "puller-1", folder / "puller-2"]
         for _ in range(runs):
             found["disk"].append(await asyncio.to_thread(copied, model, folder))
+            before_s = [cpu_s(one) for one in (first, pullers[0])]
             found["one"].append(await pull(places[0], 1))
+            found["source"].append(cpu_s(first) - before_s[0])
+            found["puller"].append(cpu_s(pullers[0]) - before_s[1])
             await forget(places[0])
             before = sent_by(first, at[0])
             found["both"].append(max(await asyncio.gather(*(pull(one, 1) for one in places))))
@@ -154,7 +166,14 @@ def main() -> None:
             found = asyncio.run(measured(Path(folder), options.model, machines, options.runs))
         disk_rate = size / median(found["disk"])
         link_rate = 1000 * MBIT * HEADERS if link == "1gbit" else float("inf")
-        for kind in ("one", "two", "both"):
+        # On Linux `pid` is that of `ip netns exec`, which becomes the node.
+        cpu = {who: median(found[who]) / size * 1024 * MIB for who in ("source", "puller")}
+        more = {
+            "one": {f"{who}_cpu_s_per_gib": seconds for who, seconds in cpu.items()},
+            "two": {},
+            "both": {"sent_x": median(found["shared"]) / size},
+        }
+        for kind in more:
             rate = size / median(found[kind])
             # Two nodes write twice as much to the one disk of this machine.
             limit = min(disk_rate / (2 if kind == "both" else 1), link_rate)
@@ -166,7 +185,7 @@ def main() -> None:
                 goal="0.9 of the disk's or the link's limit",
                 met=rate >= 0.9 * limit,
                 disk=disk_rate / MIB,
-                **({"sent_x": median(found["shared"]) / size} if kind == "both" else {}),
+                **more[kind],
             )
 
 

@@ -43,8 +43,9 @@ _log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 """A fetch ends when nothing came for so long, from any source."""
 TELL_S = 0.25
-MOST_SOURCES, STREAMS = 4, 2
-"""Peers at once, and pieces at once of each: so many pieces are in memory at most."""
+MOST_SOURCES, STREAMS = 4, 3
+"""Peers at once, and pieces at once of each: 48 MiB are in memory at most. While one piece of a
+peer is proven and one is written, the third comes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -317,10 +318,13 @@ class Pull:
             self._meter.add(-came)
             is_wrong = isinstance(failure, PeerProtocol) and not isinstance(failure, UnknownMethod)
             wrong = str(failure) if is_wrong else ""
+            is_known = bool(self._schedule.why_left(name))
             self._schedule.failed(name, piece, self._clock.mono(), wrong=wrong)
             if not isinstance(failure, KakeyaError):
                 raise
-            self._note_failure(peer, failure, is_wrong=is_wrong)
+            self._tools.count("wrong" if is_wrong else "lost")
+            if is_wrong and not is_known:
+                self._tell_left(peer, failure)
             return
         if piece in self.held:  # another source was quicker
             self._meter.add(-came)
@@ -335,10 +339,7 @@ class Pull:
         self._tools.count("bytes", wanted.size)
         self._told()
 
-    def _note_failure(self, peer: WeightsPeer, failure: KakeyaError, *, is_wrong: bool) -> None:
-        self._tools.count("wrong" if is_wrong else "lost")
-        if not is_wrong:
-            return
+    def _tell_left(self, peer: WeightsPeer, failure: KakeyaError) -> None:
         event(
             _log,
             "a peer sent wrong bytes of a model, and is not asked for it any more",
