@@ -41,10 +41,11 @@ _LEAST_S = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOutlook:
-    """A plan and the nodes that it was made from."""
+    """A plan, and the nodes and links that it was made from."""
 
     plan: RingPlan
     nodes: tuple[RingNode, ...]
+    cables: tuple[RingCable, ...]
 
     def to_json(self) -> Json:
         """As GET /api/v1/ring/plan answers."""
@@ -82,6 +83,15 @@ class RingOutlook:
                     "refusal": one.refusal or None,
                 }
                 for one in self.nodes
+            ],
+            "links": [
+                {
+                    "node_ids": [one.a, one.b],
+                    "network": one.network or None,
+                    "rtt_ms": round(one.rtt_s * 1000, 3),
+                    "bytes_per_second": round(one.bytes_per_s),
+                }
+                for one in self.cables
             ],
         }
 
@@ -140,11 +150,12 @@ class RingSurvey:
             self._node(card, report, is_member=card.node_id in members)
             for card, report in zip(cards, reports, strict=True)
         ]
-        cables = [cable for one in reports if isinstance(one, ShareReport) for cable in one.cables]
+        told_by = [one for one in reports if isinstance(one, ShareReport)]
+        cables = _slowest([cable for report in told_by for cable in report.cables])
         plan = await asyncio.to_thread(
-            plan_ring, weights, nodes, _slowest(cables), leader=own.node_id, split=split
+            plan_ring, weights, nodes, cables, leader=own.node_id, split=split
         )
-        return RingOutlook(plan=plan, nodes=tuple(nodes))
+        return RingOutlook(plan=plan, nodes=tuple(nodes), cables=tuple(cables))
 
     async def _report(self, weights: RingWeights | None, node_ids: Sequence[str]) -> ShareReport:
         share = await self._own.describe()

@@ -4,7 +4,7 @@
                 node reads weights when it decodes
     prefill     each rank multiplies its share by each token, at its node's measured speed
     waiting     a collective of n ranks goes around a ring: 2 (n - 1) hops, each half a round trip
-                and 1/n of the bytes, and a fixed time, COLLECTIVE_S, to hand it over at each end
+                and 1/n of the bytes over the link and through a core, and COLLECTIVE_S
 
 A tensor split has two collectives a layer, which compute at the same time: the slowest rank counts.
 In a pipeline the ranks compute one after the other, so it saves memory and no time. Seconds, bytes.
@@ -17,8 +17,11 @@ from dataclasses import dataclass
 
 from kakeya.core.units import MIB
 
-COLLECTIVE_S = 60e-6
+COLLECTIVE_S = 15e-6
 """Of each collective, beside the link's time: threads of both ends are woken."""
+HANDLED_BYTES_PER_S = 600e6
+"""The bytes that a core copies through sockets and adds, beside the link's time. Both were measured
+on a small Linux machine; on a Mac neither was yet."""
 PIECE_TOKENS = 256
 """Tokens of a prompt that one forward takes."""
 UNMEASURED_RTT_S = 0.5e-3
@@ -117,10 +120,10 @@ def of_tensor(
     row = weights.hidden_size * weights.value_bytes
     waits = 2 * weights.layers + 1  # the selected token is agreed on too
     read = weights.read_bytes / count + weights.head_bytes
-    token_s = max(read / node.weights_per_s for node in ranks) + waits * _sum_s(around, row)
+    token_s = max(read / node.weights_per_s for node in ranks) + waits * sum_s(around, row)
     work = PIECE_TOKENS * weights.products / count
     piece_s = max(work / node.products_per_s for node in ranks)
-    piece_s += 2 * weights.layers * _sum_s(around, row * PIECE_TOKENS)
+    piece_s += 2 * weights.layers * sum_s(around, row * PIECE_TOKENS)
     return RingSpeed(
         tokens_per_second=1 / token_s,
         prefill_tokens_per_second=PIECE_TOKENS / piece_s,
@@ -147,7 +150,7 @@ def of_pipeline(
     token_s += weights.head_bytes / min(node.weights_per_s for node in ranks)
     # To the next rank each, then from all to all, then the sum of the selected token.
     token_s += sum(_hop_s(link, row) for link in hops) + len(hops) * COLLECTIVE_S
-    token_s += _gather_s(around, row) + _sum_s(around, 4)
+    token_s += _gather_s(around, row) + sum_s(around, 4)
     piece_s = sum(
         PIECE_TOKENS * part * weights.products / node.products_per_s
         for part, node in zip(share, ranks, strict=True)
@@ -163,11 +166,11 @@ def of_pipeline(
 
 
 def _hop_s(link: RingCable, size: float) -> float:
-    return link.rtt_s / 2 + size / link.bytes_per_s
+    return link.rtt_s / 2 + size / link.bytes_per_s + size / HANDLED_BYTES_PER_S
 
 
-def _sum_s(around: Sequence[RingCable], size: int) -> float:
-    """An all-reduce: the slowest hop of the ring counts at each step."""
+def sum_s(around: Sequence[RingCable], size: int) -> float:
+    """The seconds of an all-reduce: the slowest hop of the ring counts at each step."""
     count = len(around)
     return COLLECTIVE_S + 2 * (count - 1) * max(_hop_s(link, size / count) for link in around)
 

@@ -140,8 +140,9 @@ async def test_the_command_shows_a_plan(fleet: Fleet, capsys: pytest.CaptureFixt
         assert "tensor split, backend ring" in text
         assert max(map(len, text.splitlines())) <= 80
         _, text, _ = await said("tiny", "--json", "--nodes", "front,left", "--split", "tensor")
-        members = json.loads(text)["members"]
-        assert [one["label"] for one in members] == ["front", "left"]
+        told = json.loads(text)
+        assert [one["label"] for one in told["members"]] == ["front", "left"]
+        assert told["links"][0]["node_ids"] == ["front", "left"]
         status, text, _ = await said("tiny", "--split", "pipeline")
         assert status == 1
         assert "no pipeline of 'qwen3' models" in " ".join(text.split())

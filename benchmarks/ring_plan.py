@@ -1,0 +1,348 @@
+"""The predicted speed of a ring group against the measured one: two ranks, over shaped links.
+
+Two network namespaces are two machines with a core each, and `tc` shapes the link between them to 1
+and to 10 Gbit/s. One process on one core is the node that could hold the model alone: its speed,
+and the round trip of the link, are all that the prediction is told. The models are random, of about
+the size of SmolLM2-135M, which has 3 KV heads and so takes 3 ranks. All are measured in turns.
+Needs root and Linux.
+
+    sudo .venv/bin/python -m benchmarks.ring_plan
+    sudo .venv/bin/python -m benchmarks.ring_plan --collectives    # sums over two ranks alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import emit, percentile
+from kakeya.backends.ring.own_share import weights_in
+from kakeya.fleet.paths.connect_time import connect_rtt_s
+from kakeya.fleet.placement.ring import RingSplit
+from kakeya.fleet.placement.ring_speed import (
+    RingCable,
+    RingNode,
+    RingSpeed,
+    RingWeights,
+    of_pipeline,
+    of_tensor,
+    sum_s,
+)
+from tests.mlx.random_models import write_model
+from tests.mlx.ring.rig import Served, alone, apart
+from tests.netns import LAN, Machine, network
+
+VOCAB = 16_384
+PROMPT, TOKENS, REPEATS = 256, 32, 5
+ENGINE = ("benchmarks.ring_plan", "engine")
+SUM_BYTES = (2048, 16_384, 131_072, 262_144)
+"""Of one token to 128 of a model with 512 numbers between two layers."""
+GOAL = 0.2
+"""By so much a prediction may be off."""
+SHAPE: dict[str, object] = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 24,
+    "head_dim": 64,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 2048,
+    "eos_token_id": VOCAB - 1,
+}
+MODELS: dict[RingSplit, dict[str, object]] = {
+    RingSplit.TENSOR: SHAPE,
+    RingSplit.PIPELINE: {**SHAPE, "model_type": "qwen2"},
+}
+
+
+class Pinned(Machine):
+    """A machine with the core of its number."""
+
+    def command(self, *arguments: str) -> list[str]:
+        """How a command is run inside."""
+        core = int(self.ip.rpartition(".")[2]) - 1
+        return super().command("taskset", "-c", str(core), *arguments)
+
+
+@dataclass
+class Timed:
+    """What runs took, in seconds: of a token that is decoded, and of one of a prompt."""
+
+    served: Served
+    token_s: list[float]
+    prompt_s: list[float]
+    sent_bytes: list[float]
+
+    def run(self, rng: random.Random, sent: Callable[[], int]) -> None:
+        """A new prompt, and tokens behind it."""
+        began_s = time.perf_counter()
+        prompt = [rng.randrange(2, VOCAB - 2) for _ in range(PROMPT)]
+        stream = self.served.stream(prompt, TOKENS)
+        next(stream)
+        first_s, before = time.perf_counter(), sent()
+        ends_s = [first_s, *(time.perf_counter() for _ in stream)]
+        if len(ends_s) < TOKENS // 2:
+            return  # it said its end of text
+        self.token_s += [end - begin for begin, end in itertools.pairwise(ends_s)]
+        self.prompt_s.append((first_s - began_s) / PROMPT)
+        self.sent_bytes.append((sent() - before) / (len(ends_s) - 1))
+
+    def speed(self, share: float) -> tuple[float, float]:
+        """Tokens/s, and those of prompts, at this percentile of their times."""
+        return 1 / percentile(self.token_s, share), 1 / percentile(self.prompt_s, share)
+
+
+def node(weights: RingWeights, tokens_per_s: float, prompts_per_s: float) -> RingNode:
+    """A node with the measured speed of one core."""
+    return RingNode(
+        node_id="mini",
+        label="mini",
+        address="",
+        lend_bytes=0,
+        weights_per_s=tokens_per_s * (weights.read_bytes + weights.head_bytes),
+        products_per_s=prompts_per_s * weights.products,
+    )
+
+
+def predicted(weights: RingWeights, one: RingNode, split: RingSplit, cable: RingCable) -> RingSpeed:
+    """The speed of two such nodes."""
+    ranks, around = [one, one], [cable, cable]
+    if split is RingSplit.TENSOR:
+        return of_tensor(weights, ranks, around)
+    half = weights.layers // 2
+    return of_pipeline(weights, ranks, [half, weights.layers - half], around)
+
+
+@contextmanager
+def shaped(gbit: int) -> Iterator[tuple[Machine, ...]]:
+    """Two machines with a core each and such a link."""
+    with network(2) as made:
+        machines = tuple(Pinned(**vars(one)) for one in made)
+        for one in machines:
+            shape = ("rate", f"{gbit}gbit", "burst", "64kb", "latency", "20ms")
+            command = ("tc", "-n", one.name, "qdisc", "add", "dev", LAN, "root", "tbf", *shape)
+            subprocess.run(command, check=True, timeout=30)
+        yield machines
+
+
+def measure_cable(machines: Sequence[Machine], gbit: int) -> RingCable:
+    """The link, by the time that TCP takes to connect."""
+    with machines[1].entered():
+        import socket
+
+        with socket.create_server((machines[1].ip, 7071)), machines[0].entered():
+            rtt_s = connect_rtt_s(f"{machines[1].ip}:7071")
+    assert rtt_s is not None
+    return RingCable(a="a", b="b", rtt_s=rtt_s, bytes_per_s=gbit * 1e9 / 8 * 0.94)
+
+
+def sent_by(machine: Machine) -> Callable[[], int]:
+    """The bytes that left a machine so far."""
+    file = f"/sys/class/net/{LAN}/statistics/tx_bytes"
+    return lambda: int(machine.run("cat", file).stdout)
+
+
+@dataclass
+class Rig:
+    """One process and a group over each link, of one model."""
+
+    split: RingSplit
+    weights: RingWeights
+    one: Timed
+    groups: dict[int, tuple[Timed, Sequence[Machine]]]
+    """By Gbit/s."""
+
+    def turn(self, rng: random.Random) -> None:
+        """Time each once."""
+        self.one.run(rng, int)
+        for timed, machines in self.groups.values():
+            timed.run(rng, sent_by(machines[0]))
+
+    def forget(self) -> None:
+        """Leave out what was timed so far, which warmed up."""
+        for timed in (self.one, *(timed for timed, _ in self.groups.values())):
+            timed.token_s, timed.prompt_s, timed.sent_bytes = [], [], []
+
+
+@contextmanager
+def started(
+    split: RingSplit, gbits: Sequence[int], changes: Mapping[str, object], folder: Path
+) -> Iterator[Rig]:
+    """One process and the groups, which serve."""
+    model = write_model(folder / split, "llama", changes={**MODELS[split], **changes}, scale=0.1)
+    with ExitStack() as stack:
+        os.sched_setaffinity(0, {0})
+        one = Timed(stack.enter_context(alone(model, ENGINE)), [], [], [])
+        os.sched_setaffinity(0, {0, 1})
+        groups = {}
+        for gbit in gbits:
+            machines = stack.enter_context(shaped(gbit))
+            ranks = stack.enter_context(apart(machines, model, "--ring", split, engine=ENGINE))
+            groups[gbit] = (Timed(ranks[0].serves(), [], [], []), machines)
+        yield Rig(split, weights_in(model), one, groups)
+
+
+def tell(
+    weights: RingWeights,
+    split: RingSplit,
+    gbit: int,
+    one: Timed,
+    timed: Timed,
+    cable: RingCable,
+    share: float,
+) -> None:
+    """Print the lines of one group."""
+    speed = predicted(weights, node(weights, *one.speed(share)), split, cable)
+    foretold = (speed.tokens_per_second, speed.prefill_tokens_per_second)
+    for what, alone_per_s, group_per_s, told in zip(
+        ("decode", "prefill"), one.speed(share), timed.speed(share), foretold, strict=True
+    ):
+        emit(
+            f"{split} over 2 ranks, {gbit} Gbit/s, {what} tokens/s, predicted against measured",
+            ours=told,
+            baseline=group_per_s,
+            ratio=told / group_per_s,
+            goal=f"within {GOAL:.0%}",
+            met=abs(told / group_per_s - 1) <= GOAL,
+            one_core=round(alone_per_s, 1),
+            group_against_one_core=round(group_per_s / alone_per_s, 2),
+            rtt_us=round(cable.rtt_s * 1e6),
+            collectives_per_token=speed.waits,
+            sent_bytes_per_token=round(statistics.median(timed.sent_bytes)),
+            foretold_bytes_per_token=speed.sent_bytes,
+        )
+
+
+def engine() -> None:
+    """An engine, or a rank, that does nothing between requests, as all share two cores, and whose
+    threads stay in the class of this process."""
+    from kakeya.mlx.model import MlxModel
+    from kakeya.node import engine_main
+
+    MlxModel.chores = lambda self: iter(())  # type: ignore[method-assign]
+    engine_main.compute_in_bulk = lambda: False
+    engine_main.main(sys.argv[2:])
+
+
+def sums() -> None:
+    """A rank that sums arrays over the ring; rank 0 prints bytes and the best seconds of each."""
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)
+    group = mx.distributed.init(strict=True, backend="ring")
+    for size in SUM_BYTES:
+        best_s = math.inf
+        for _ in range(20):
+            array = mx.ones(size // 4)
+            mx.eval(array)
+            began_s = time.perf_counter()
+            for _ in range(48):
+                array = mx.distributed.all_sum(array, group=group) * 0.5
+            mx.eval(array)
+            best_s = min(best_s, (time.perf_counter() - began_s) / 48)
+        if group.rank() == 0:
+            print(size, best_s, flush=True)
+
+
+def tell_sums(gbit: int, folder: Path) -> None:
+    """Print the line of each size of a sum."""
+    with shaped(gbit) as machines:
+        hosts = folder / f"hosts-{gbit}"
+        hosts.write_text(json.dumps([[f"{machine.ip}:5757"] for machine in machines]))
+        ranks = [
+            subprocess.Popen(
+                machine.command(sys.executable, "-m", ENGINE[0], "sums"),
+                env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, machine in enumerate(machines)
+        ]
+        lines = ranks[0].communicate(timeout=120)[0].splitlines()
+        ranks[1].communicate(timeout=60)
+        cable = measure_cable(machines, gbit)
+    for size, best_s in (map(float, line.split()) for line in lines):
+        told_s = sum_s([cable, cable], int(size))
+        emit(
+            f"a sum of {size / 1024:.0f} KiB over 2 ranks, {gbit} Gbit/s, microseconds, "
+            "predicted against the best measured",
+            ours=told_s * 1e6,
+            baseline=best_s * 1e6,
+            ratio=told_s / best_s,
+            goal=f"within {GOAL:.0%}",
+            met=abs(told_s / best_s - 1) <= GOAL,
+            rtt_us=round(cable.rtt_s * 1e6),
+        )
+
+
+def main() -> None:
+    """Start all, measure in turns, print."""
+    if sys.argv[1:2] == [ENGINE[1]]:
+        engine()
+    if sys.argv[1:2] == ["sums"]:
+        sums()
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--split", choices=tuple(RingSplit), action="append")
+    parser.add_argument("--gbit", type=int, action="append")
+    parser.add_argument("--collectives", action="store_true")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument(
+        "--percentile",
+        type=float,
+        default=50.0,
+        help="of times; a low one on a machine that is never quiet",
+    )
+    options = parser.parse_args()
+    gbits = options.gbit or (1, 10)
+    if options.collectives:
+        with tempfile.TemporaryDirectory(prefix="kkr") as folder:
+            for gbit in gbits:
+                tell_sums(gbit, Path(folder))
+        return
+    changes = {
+        "num_hidden_layers": options.layers,
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "head_dim": options.hidden // 8,
+    }
+    with tempfile.TemporaryDirectory(prefix="kkr") as folder, ExitStack() as stack:
+        rigs = [
+            stack.enter_context(started(RingSplit(split), gbits, changes, Path(folder)))
+            for split in options.split or RingSplit
+        ]
+        measure(rigs, options.repeats)
+        for rig in rigs:
+            for gbit, (timed, machines) in rig.groups.items():
+                cable = measure_cable(machines, gbit)
+                tell(rig.weights, rig.split, gbit, rig.one, timed, cable, options.percentile / 100)
+
+
+def measure(rigs: Sequence[Rig], repeats: int) -> None:
+    """Time all in turns."""
+    rng = random.Random(1)
+    for count in range(repeats + 1):
+        for rig in rigs:
+            rig.turn(rng)
+            if not count:
+                rig.forget()
+
+
+if __name__ == "__main__":
+    main()
