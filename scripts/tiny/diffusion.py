@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/dlm"), help="scratch folder")
     parser.add_argument("--out", type=Path, default=MODELS / "kakeya-tiny-dlm")
     parser.add_argument("--rows", type=int, default=768, help="texts of 256 tokens")
-    parser.add_argument("--steps", type=int, default=600, help="steps of 8 texts")
+    parser.add_argument("--steps", type=int, default=125, help="steps of 8 texts")
     given = parser.parse_args()
     if given.stage in ("texts", "all"):
         stage_texts(given.work, given.rows)
