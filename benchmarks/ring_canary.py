@@ -221,8 +221,9 @@ async def main() -> None:
     folder, ranks = models[0]
     stored, alone_s = await asked(folder)
     if what == "cost":
+        tell(model=folder.name, one_process_s=round(alone_s, 2))
         state, status = await checked(folder, ranks, stored, *ENGINE)
-        tell(model=folder.name, ranks=ranks, state=state, status=status, one_process_s=alone_s)
+        tell(model=folder.name, ranks=ranks, state=state, status=status)
         return
     refused = 0
     for number in range(int(named[0])):
