@@ -210,7 +210,7 @@ class RingSurvey:
         except UnknownMethod:
             return "it runs an older build, which forms no groups"
         except KakeyaError as failure:
-            return failure.message
+            return failure.message.removeprefix(f"{name}: ")
 
     def _node(self, card: Card, report: ShareReport | str, *, is_member: bool) -> RingNode:
         refusal = "" if is_member else NOT_NAMED
