@@ -12,7 +12,7 @@ from kakeya.core.errors import DeadlineExceeded, PeerUnavailable
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import find_running
 from kakeya.wire.channels import open_sync_channel
-from kakeya.wire.status import error_from_rpc
+from kakeya.wire.status import error_from_rpc, is_answer
 
 Stub = TypeVar("Stub")
 Answer = TypeVar("Answer")
@@ -43,11 +43,12 @@ def ask_node(
             return call(stub(channel))
         except grpc.RpcError as failure:
             refusal = error_from_rpc(failure, address)
-            if isinstance(refusal, PeerUnavailable):
+            refusal.__cause__ = failure
+            if isinstance(refusal, PeerUnavailable) and not is_answer(refusal):
                 raise PeerUnavailable(
                     f"the node in {folder} does not answer on {address}; start it again"
                 ) from failure
-            if isinstance(refusal, DeadlineExceeded):
+            if isinstance(refusal, DeadlineExceeded) and not is_answer(refusal):
                 raise DeadlineExceeded(
                     f"the node in {folder} (pid {running.pid}) did not answer for "
                     f"{timeout_s:g} s: it is stopped or very busy; look at it with "
