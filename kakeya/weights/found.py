@@ -14,7 +14,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,6 +116,12 @@ def write_record(folder: Path, record: PullRecord) -> None:
     write_atomically(folder / RECORD, json.dumps(asdict(record)).encode())
 
 
+def keep_record(model: FoundModel) -> None:
+    """Exempt a model that a pull brought from clean-ups. Raises OSError."""
+    if model.record is not None and not model.record.keep:
+        write_record(model.path, replace(model.record, keep=True))
+
+
 def _configured(sources: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     for name, source in sources.items():
         path = Path(source)
@@ -125,14 +131,15 @@ def _configured(sources: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 def _in_folder(folder: Path) -> Iterator[tuple[str, Path]]:
     for one in _listed(folder):
-        if one.suffix == GGUF and one.is_file():
-            if one in gguf_files(folder):
-                yield one.stem, one
-        elif one.is_dir():
-            if _is_model(one):
-                yield one.name, one
-            else:
-                yield from ((f"{one.name}/{two.name}", two) for two in _listed(one))
+        with contextlib.suppress(OSError):  # lost+found, or another user's
+            if one.suffix == GGUF and one.is_file():
+                if one in gguf_files(folder):
+                    yield one.stem, one
+            elif one.is_dir():
+                if is_model(one):
+                    yield one.name, one
+                else:
+                    yield from ((f"{one.name}/{two.name}", two) for two in _listed(one))
 
 
 def _in_hub(hub: Path | None) -> Iterator[tuple[str, Path]]:
@@ -152,7 +159,8 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _is_model(folder: Path) -> bool:
+def is_model(folder: Path) -> bool:
+    """Whether a folder looks like a model. Blocks. Raises OSError."""
     if (folder / PIPELINE_FILE).is_file() or gguf_files(folder):
         return True
     return (folder / "config.json").is_file() and bool(weight_files(folder))
@@ -162,7 +170,7 @@ def _files(path: Path) -> tuple[ModelFile, ...]:
     """The files of a model, by name; () = it is none, or not whole."""
     if path.suffix == GGUF and path.is_file():
         return tuple(_file(one, one.name) for one in gguf_shards(path))
-    if not path.is_dir() or not _is_model(path):
+    if not path.is_dir() or not is_model(path):
         return ()
     weights = set(weight_files(path))
     is_pipeline = (path / PIPELINE_FILE).is_file()

@@ -15,7 +15,7 @@ from kakeya.core.errors import Denied, InvalidArgument, KakeyaError, NotFound, P
 from kakeya.core.process import signal_group
 from kakeya.weights.found import PullRecord, write_record
 from kakeya.weights.manifest import WeightsManifest
-from kakeya.weights.partial import PULLS, DiskRefused
+from kakeya.weights.partial import PULLS, DiskRefused, disk_bytes
 
 _TELL_S = 0.5
 _MOST_LINE_BYTES = 8 << 20
@@ -76,15 +76,14 @@ class HubDownload:
 
     def check(self, manifest: WeightsManifest) -> None:
         """Remove files that are not those of the hub; raise PeerUnavailable for them. Blocks."""
-        wrong = []
         for file in manifest.files:
             told = self._sha256s.get(file.name, "")
             if told and told != file.sha256.hex():
                 (self.folder / file.name).unlink()
-                wrong.append(file.name)
-        missing = self._sha256s.keys() - {file.name for file in manifest.files}
-        if wrong or missing:
-            names = ", ".join(sorted((*wrong, *missing)))
+        # An index of weights may name not all that were downloaded; the rest goes.
+        missing = {name for name in self._sha256s if not (self.folder / name).is_file()}
+        if missing:
+            names = ", ".join(sorted(missing))
             raise PeerUnavailable(
                 f"{names} of {self.name} came from the hub damaged or not at all; pull it again"
             )
@@ -101,7 +100,7 @@ class HubDownload:
     async def _watch(self, told: Callable[[int], None]) -> None:
         while True:
             await asyncio.sleep(_TELL_S)
-            told(await asyncio.to_thread(_size, self.folder))
+            told(await asyncio.to_thread(disk_bytes, self.folder))
 
 
 async def _lines(child: asyncio.subprocess.Process) -> AsyncIterator[dict[str, object]]:
@@ -113,12 +112,3 @@ async def _lines(child: asyncio.subprocess.Process) -> AsyncIterator[dict[str, o
             line = json.loads(raw)
             if isinstance(line, dict):
                 yield line
-
-
-def _size(folder: Path) -> int:
-    """The bytes of all files of a folder that are on disk."""
-    found = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # it has just been renamed
-            found += path.stat().st_blocks * 512 if path.is_file() else 0
-    return found

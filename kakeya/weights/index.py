@@ -73,6 +73,7 @@ class WeightIndex:
         self._configured = configured
         self._clock = clock
         self._digests: dict[str, FileDigests] = {}
+        self._is_loaded = False
         self._models: tuple[FoundModel, ...] = ()
         self._manifests: dict[Path, tuple[tuple[ModelFile, ...], WeightsManifest]] = {}
         self._looked_mono = -LOOK_S
@@ -86,7 +87,6 @@ class WeightIndex:
 
     async def run(self) -> None:
         """Compute the digests that are missing, after each look that found new files."""
-        self._digests |= await asyncio.to_thread(_load, self._cache_file)
         await self.models()
         while True:
             self._found.clear()
@@ -100,6 +100,9 @@ class WeightIndex:
     async def models(self, *, anew: bool = False) -> tuple[FoundModel, ...]:
         """The models on this disk; `anew` = even if the last look was a moment ago."""
         async with self._looking:
+            if not self._is_loaded:  # before anything is told, or kept in place of it
+                self._digests = await asyncio.to_thread(_load, self._cache_file)
+                self._is_loaded = True
             if not anew and self._clock.mono() - self._looked_mono < LOOK_S:
                 return self._models
             found = await asyncio.to_thread(

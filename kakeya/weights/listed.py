@@ -11,7 +11,7 @@ from pathlib import Path
 from kakeya.generation.spec import GGUF
 from kakeya.weights.choice import PulledModel
 from kakeya.weights.found import RECORD, FoundModel, read_record
-from kakeya.weights.partial import PULLS
+from kakeya.weights.partial import PULLS, disk_bytes
 from kakeya.weights.peers import WeightsOffer, WeightsPeer
 
 
@@ -86,7 +86,8 @@ def pulled_models(
     is_spared: Callable[[FoundModel], bool],
     under_way: Collection[str],
 ) -> Iterator[PulledModel]:
-    """What pulls brought: whole models, and parts of others, by digest. Blocks."""
+    """What pulls brought: whole models, and parts of others, which are spared where their folder's
+    name is of one under way. Blocks."""
     for model in models:
         if model.record is not None:
             yield PulledModel(
@@ -97,13 +98,13 @@ def pulled_models(
             )
     parts = folder / PULLS
     for part in parts.iterdir() if parts.is_dir() else ():
-        files = [one.stat() for one in part.rglob("*") if one.is_file()]
-        yield PulledModel(
-            path=str(part),
-            bytes=sum(one.st_blocks * 512 for one in files),
-            used_at=part.stat().st_mtime,
-            is_spared=part.name in under_way,
-        )
+        with contextlib.suppress(FileNotFoundError):  # it has just got its name
+            yield PulledModel(
+                path=str(part),
+                bytes=disk_bytes(part),
+                used_at=part.stat().st_mtime,
+                is_spared=part.name in under_way,
+            )
 
 
 def parts_of(folder: Path, name: str) -> list[Path]:

@@ -117,7 +117,7 @@ def checked_manifest(files: Sequence[WeightsFile], digest: str) -> WeightsManife
 def check_file_name(name: str) -> None:
     """Raise InvalidArgument for a name that no file of a model has: it must lie in the model, be
     visible, and have an ending of SUFFIXES."""
-    _check_parts(name, "a file of a model")
+    _check_parts(name, "a file of a model", _MOST_PARTS)
     if f".{name.rpartition('.')[2].lower()}" not in SUFFIXES:
         raise InvalidArgument(
             f"{name[:80]!r} is no file of a model; its name ends in {', '.join(sorted(SUFFIXES))}"
@@ -126,16 +126,16 @@ def check_file_name(name: str) -> None:
 
 def check_model_name(name: str) -> None:
     """Raise InvalidArgument for a name that cannot be that of a folder of models."""
-    _check_parts(name, "a model")
+    _check_parts(name, "a model", 2)
     if ":" in name or "=" in name:
         raise InvalidArgument(f"{name[:80]!r} names no model: it has a colon or an equals sign")
 
 
-def _check_parts(name: str, what: str) -> None:
+def _check_parts(name: str, what: str, most: int) -> None:
     parts = name.split("/")
-    if len(parts) > _MOST_PARTS or not all(map(_is_plain, parts)):
+    if len(parts) > most or not all(map(_is_plain, parts)):
         raise InvalidArgument(
-            f"{name[:80]!r} is no name of {what}; it has 1 to {_MOST_PARTS} parts with slashes "
+            f"{name[:80]!r} is no name of {what}; it has 1 to {most} parts with slashes "
             f"between them, each of 1 to {_MOST_PART_BYTES} printable bytes that begin with no dot"
         )
 

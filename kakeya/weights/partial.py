@@ -19,13 +19,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kakeya.core.errors import Conflict, Refused, StoreFailed
+from kakeya.core.errors import Conflict, PeerProtocol, Refused, StoreFailed
 from kakeya.core.files import flush, sync_folder
 from kakeya.core.units import MIB, format_bytes
-from kakeya.weights.found import PullRecord, write_record
+from kakeya.weights.found import PullRecord, is_model, write_record
 from kakeya.weights.manifest import PieceOfFile, WeightsManifest, spans
 
 PULLS = ".pulls"
+_REMOVED = "removed-"
 SPARE_BYTES = 256 * MIB
 """Left free on the disk beside a model, for all else that writes there."""
 _READ_BYTES = 4 * MIB
@@ -78,7 +79,7 @@ class PartialModel:
                     if is_given_up():
                         return found
                     if _has_data(opened.fileno(), offset, size):
-                        data = os.pread(opened.fileno(), size, offset)
+                        data = _pread(opened.fileno(), size, offset)
                         if hashlib.sha256(data).digest() == file.pieces[place]:
                             found.add(first + place)
                             told(size)
@@ -108,8 +109,10 @@ class PartialModel:
 
     def unproven(self, is_given_up: Callable[[], bool]) -> set[int]:
         """Prove each file by its digest, once all pieces came; the pieces that are wrong on the
-        disk after all, which only a fault of it can bring about."""
-        wrong, first = set(), 0
+        disk after all, which only a fault of it can bring about. Raises PeerProtocol for a manifest
+        that contradicts itself."""
+        wrong: set[int] = set()
+        first = 0
         for file in self.manifest.files:
             path = self.folder / file.name
             os.truncate(path, file.size)  # a damaged folder may have a longer file
@@ -118,11 +121,18 @@ class PartialModel:
                 while (data := opened.read(_READ_BYTES)) and not is_given_up():
                     whole.update(data)
             if whole.digest() != file.sha256 and not is_given_up():
+                found = set()
                 with path.open("rb", buffering=0) as opened:
                     for place, (offset, size) in enumerate(spans(file.size)):
                         data = os.pread(opened.fileno(), size, offset)
                         if hashlib.sha256(data).digest() != file.pieces[place]:
-                            wrong.add(first + place)
+                            found.add(first + place)
+                if not found:
+                    raise PeerProtocol(
+                        f"the pieces of {file.name} are those that were told, the file is not: the "
+                        f"node that lists it so has wrong digests; remove {self.folder}"
+                    )
+                wrong |= found
             first += len(file.pieces)
         return wrong
 
@@ -154,11 +164,36 @@ class PartialModel:
         return target
 
 
+def check_target(models: Path, name: str) -> None:
+    """Raise Conflict where a model cannot get this name. Blocks."""
+    target = models / name
+    if os.path.lexists(target):
+        raise Conflict(f"another model lies in {target}; remove it first (kakeya models rm {name})")
+    if target.parent != models and is_model(target.parent):
+        raise Conflict(f"{target} would lie within another model; move {target.parent} away first")
+
+
+def disk_bytes(folder: Path) -> int:
+    """The room that a folder takes on its disk, without what vanishes meanwhile."""
+    found = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                found += (Path(place) / name).lstat().st_blocks * 512
+    return found
+
+
+def sweep(models: Path) -> None:
+    """Remove the rest of models, the removal of which did not come to its end."""
+    for path in (models / PULLS).glob(f"{_REMOVED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def remove_folder(models: Path, path: Path) -> None:
     """Remove a model that a pull brought: at once from its name, then its files. Raises OSError."""
     pulls = models / PULLS
     pulls.mkdir(mode=0o700, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=pulls, prefix="removed-"))
+    aside = Path(tempfile.mkdtemp(dir=pulls, prefix=_REMOVED))
     path.rename(aside / "model")
     shutil.rmtree(aside)
     for folder in (path.parent, pulls):
@@ -174,6 +209,15 @@ def disk_error(problem: OSError, path: Path) -> StoreFailed | DiskRefused:
             f"the disk of {path.parent} is full; make room, then pull again: what came is kept"
         )
     return StoreFailed(f"{path} cannot be written: {problem.strerror or problem}")
+
+
+def _pread(handle: int, size: int, offset: int) -> bytes:
+    """The bytes of a part of a file; none where the disk cannot read it, so that it is written
+    anew."""
+    try:
+        return os.pread(handle, size, offset)
+    except OSError:
+        return b""
 
 
 def _has_data(handle: int, offset: int, size: int) -> bool:

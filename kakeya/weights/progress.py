@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kakeya.core.clock import Clock
+from kakeya.core.errors import Cancelled
 
+TELL_S = 0.25
 _MEASURED_S = 1.0
 _SMOOTHING = 0.5
 """Weight of the newest measurement."""
@@ -61,3 +66,16 @@ class PullMeter:
         rate, known = (self._came_bytes - self._then_bytes) / seconds, self.state.bytes_per_s
         self._since_mono, self._then_bytes = self._clock.mono(), self._came_bytes
         self.tell(bytes_per_s=known + _SMOOTHING * (rate - known) if known else rate)
+
+    async def follow(self, ended: asyncio.Future[Path]) -> AsyncGenerator[PullState, None]:
+        """How far it is, until it is over. Raises the error with which it ends."""
+        last = None
+        while not ended.done():
+            self.measure()
+            if self.state != last:
+                yield (last := self.state)
+            await asyncio.wait((ended,), timeout=TELL_S)
+        if ended.cancelled():
+            raise Cancelled(f"the pull of {self.state.name} was ended; pull again: it goes on")
+        ended.result()
+        yield self.state

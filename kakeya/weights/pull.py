@@ -12,17 +12,15 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from pathlib import Path
 
-from kakeya.core.clock import Clock
 from kakeya.core.errors import (
-    Conflict,
     KakeyaError,
     NotFound,
     PeerProtocol,
     PeerUnavailable,
+    StoreFailed,
     UnknownMethod,
 )
 from kakeya.core.log import event
@@ -30,40 +28,23 @@ from kakeya.core.tasks import sleep_or_wake
 from kakeya.core.units import format_bytes
 from kakeya.weights.choice import sources_of
 from kakeya.weights.find import LOOK_S, ModelSearch
-from kakeya.weights.found import PullRecord, found_model
+from kakeya.weights.found import FoundModel, PullRecord, found_model, keep_record
 from kakeya.weights.hub import HubDownload
-from kakeya.weights.index import WeightIndex
 from kakeya.weights.manifest import WeightsManifest
-from kakeya.weights.partial import PartialModel, disk_error
-from kakeya.weights.peers import WeightsPeer, WeightsPeers
-from kakeya.weights.progress import PullMeter, PullState
-from kakeya.weights.schedule import PieceSchedule, RateBound
+from kakeya.weights.partial import PartialModel, check_target, disk_error
+from kakeya.weights.peers import WeightsPeer
+from kakeya.weights.progress import TELL_S, PullMeter, PullState
+from kakeya.weights.schedule import PieceSchedule
+from kakeya.weights.tools import PullTools
 
 _log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 """A fetch ends when nothing came for so long, from any source."""
-TELL_S = 0.25
 MOST_SOURCES, STREAMS = 4, 3
-"""Peers at once, and pieces at once of each: 48 MiB are in memory at most. While one piece of a
-peer is proven and one is written, the third comes."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PullTools:
-    """What every fetch of a node uses. `make_room` frees the budget for a model of so many bytes
-    with this digest."""
-
-    folder: Path
-    index: WeightIndex
-    peers: WeightsPeers
-    bound: RateBound
-    clock: Clock
-    make_room: Callable[[int, str], Awaitable[None]]
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def count(self, what: str, number: int = 1) -> None:
-        """Count for the figures."""
-        self.counts[what] = self.counts.get(what, 0) + number
+"""Peers at once that give, and pieces at once of each: 48 MiB are in memory at most. While one
+piece of a peer is proven and one is written, the third comes."""
+MOST_ROUNDS = 3
+"""A disk on which pieces are wrong after so many fetches of them is broken."""
 
 
 class Pull:
@@ -81,6 +62,7 @@ class Pull:
             lambda note: self._meter.tell(phase="waiting" if note else "looking", note=note),
         )
         self.keep = keep
+        self.follow = self._meter.follow
         self._schedule = PieceSchedule(0)
         self._labels: dict[str, WeightsPeer] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
@@ -90,6 +72,8 @@ class Pull:
         self._news = asyncio.Event()
         self.is_from_hub = False
         """Whether it is downloaded, and has no digest before the end."""
+        self.part = ""
+        """The name of the folder of what comes, in PULLS."""
         self.partial: PartialModel | None = None
         self.held: set[int] = set()
         """The pieces that are here."""
@@ -115,43 +99,58 @@ class Pull:
         await self._news.wait()
 
     async def _run(self) -> Path:
-        name, target = self.state.name, self._tools.folder / self.state.name
+        name, index = self.state.name, self._tools.index
         found = await self._search.find()
         if found is None:
             self.is_from_hub = True
             found = await self._search.find(may_be_ahead=False)
-        is_taken = await asyncio.to_thread(target.exists)
+        own = await index.models(anew=True)
         if found is None:
-            if is_taken:
-                return self._is_here(target, 0, "")
+            here = next((one for one in own if one.name == name), None)
+        else:
+            self.is_from_hub = False
+            held = await index.with_digest(found[0].digest)
+            here = held[0] if held else None
+        if here is not None:
+            return await self._is_here(here)
+        await asyncio.to_thread(check_target, self._tools.folder, name)
+        if found is None:
             return await self._from_hub()
-        self.is_from_hub = False
         manifest, first = found
         self._meter.tell(bytes=manifest.bytes, digest=manifest.digest)
-        here = await self._tools.index.with_digest(manifest.digest)
-        if here is not None:
-            other = "" if here[0].name == name else f", as {here[0].name}"
-            return self._is_here(here[0].path, manifest.bytes, other)
-        if is_taken:
-            raise Conflict(
-                f"another model lies in {target}; remove it first (kakeya models rm {name})"
-            )
         await self._check(manifest)
-        while not self._schedule.is_done:
+        for _ in range(MOST_ROUNDS):
             await self._fetch_all(manifest, first)
             self._meter.tell(phase="verifying")
             wrong = await asyncio.to_thread(self._made.unproven, self._given_up.is_set)
+            if not wrong:
+                return await self._finish(manifest)
             self.held -= wrong
+            self._meter.add(-sum(manifest.pieces[piece].size for piece in wrong))
             self._schedule.again(wrong)
-        return await self._finish(manifest)
+        raise StoreFailed(
+            f"{len(wrong)} pieces of {name} were wrong on the disk {MOST_ROUNDS} times after they "
+            f"were written; check the disk of {self._tools.folder}"
+        )
 
-    def _is_here(self, path: Path, size: int, other: str) -> Path:
-        note = f"it is here already{other}"
-        self._meter.tell(phase="done", done_bytes=size, path=str(path), note=note)
-        return path
+    async def _is_here(self, model: FoundModel) -> Path:
+        if self.keep:
+            await asyncio.to_thread(keep_record, model)
+        other = "" if model.name == self.state.name else f", as {model.name}"
+        told = {"bytes": model.bytes, "done_bytes": model.bytes, "path": str(model.path)}
+        self._meter.tell(phase="done", note=f"it is here already{other}", **told)
+        return model.path
 
     async def _finish(self, manifest: WeightsManifest) -> Path:
-        """Give a whole model its name."""
+        """Name a whole model; a fetch that is given up ends after that, not while a thread still
+        works in its folder."""
+        naming = asyncio.create_task(self._name(manifest), name=f"name {self.state.name}")
+        try:
+            return await asyncio.shield(naming)
+        finally:
+            await asyncio.wait((naming,))
+
+    async def _name(self, manifest: WeightsManifest) -> Path:
         record = self._record(manifest.digest)
         path = await asyncio.to_thread(self._made.finish, record)
         await self._tools.index.learn(path, manifest)
@@ -180,12 +179,13 @@ class Pull:
 
         async def sized(size: int) -> None:
             self._meter.tell(bytes=size)
-            await tools.make_room(size, download.folder.name)
+            await tools.make_room(self.part)
 
         def told(size: int) -> None:
             self._meter.add(min(size, self.state.bytes) - self.state.done_bytes)
             self._meter.measure()
 
+        self.part = download.folder.name
         self._meter.begin()
         self._meter.tell(phase="fetching", sources=("the hub",), note="")
         await asyncio.to_thread(download.open, self._record(""))
@@ -202,7 +202,8 @@ class Pull:
 
     async def _check(self, manifest: WeightsManifest) -> None:
         """Make room, and find out what is here of an earlier fetch."""
-        await self._tools.make_room(manifest.bytes, manifest.digest)
+        self.part = manifest.digest
+        await self._tools.make_room(self.part)
         partial = self.partial = PartialModel(self._tools.folder, manifest)
         await asyncio.to_thread(partial.open, self._record(manifest.digest))
         await asyncio.to_thread(partial.check_room)
@@ -253,14 +254,15 @@ class Pull:
             if self._schedule.why_left(name):
                 continue
             if name not in self._tasks:
-                if len(self._tasks) >= MOST_SOURCES and peer != first:
+                giving = self._schedule.giving & self._tasks.keys()
+                if len(giving) >= MOST_SOURCES and peer != first:
                     continue
-                self._labels[name] = peer
                 self._schedule.join(name, None if is_whole else ())
                 self._tasks[name] = [
-                    asyncio.create_task(self._work(peer, manifest), name=f"pull {self.state.name}")
+                    asyncio.create_task(self._work(name, manifest), name=f"pull {self.state.name}")
                     for _ in range(STREAMS)
                 ]
+            self._labels[name] = peer  # it may have another address by this look
             self._schedule.back(name)
             if is_whole:
                 self._schedule.join(name, None)
@@ -285,16 +287,15 @@ class Pull:
             # The next look finds it again, as one that has all if it was done.
             event(_log, "a peer ended its own fetch", peer=peer.label, why=failure.message)
 
-    async def _work(self, peer: WeightsPeer, manifest: WeightsManifest) -> None:
+    async def _work(self, name: str, manifest: WeightsManifest) -> None:
         """Fetch pieces from a peer, one after the other."""
-        name = peer.node_id
         try:
             while not self._schedule.is_done and not self._schedule.why_left(name):
                 piece = self._schedule.take(name, self._clock.mono())
                 if piece is None:
                     await self._clock.sleep(TELL_S)
                 else:
-                    await self._fetch(peer, manifest, piece)
+                    await self._fetch(self._labels[name], manifest, piece)
         except KakeyaError as failure:  # the disk refused
             self._failure = self._failure or failure
         finally:
@@ -330,7 +331,12 @@ class Pull:
             self._meter.add(-came)
             self._schedule.arrived(name, piece, self._clock.mono())
             return
-        await asyncio.to_thread(self._made.write, wanted, data)
+        try:
+            await asyncio.to_thread(self._made.write, wanted, data)
+        except asyncio.CancelledError:
+            self._meter.add(-came)
+            self._schedule.failed(name, piece, self._clock.mono())
+            raise
         if piece in self.held:
             self._meter.add(-came)
         self.held.add(piece)
@@ -356,7 +362,8 @@ class Pull:
             if task.done() and not task.cancelled() and (fault := task.exception()):
                 raise fault
         left = [why for name in self._labels if (why := self._schedule.why_left(name))]
-        is_silent = self._clock.mono() - self._meter.came_mono > PATIENCE_S
+        expected_mono = max(self._meter.came_mono, self._tools.bound.free_mono)
+        is_silent = self._clock.mono() - expected_mono > PATIENCE_S
         if not is_silent and (not left or self._schedule.usable):
             return
         state = self.state
@@ -368,17 +375,6 @@ class Pull:
         )
 
     # --- how far it is
-
-    async def follow(self, ended: asyncio.Future[Path]) -> AsyncGenerator[PullState, None]:
-        """How far it is, until it is over. Raises the error with which it ends."""
-        last = None
-        while not ended.done():
-            self._meter.measure()
-            if self.state != last:
-                yield (last := self.state)
-            await asyncio.wait((ended,), timeout=TELL_S)
-        ended.result()
-        yield self.state
 
     def _tell_sources(self) -> None:
         names = [name for name in self._labels if not self._schedule.why_left(name)]

@@ -76,6 +76,11 @@ class PieceSchedule:
         return self.sources[name].left if name in self.sources else ""
 
     @property
+    def giving(self) -> set[str]:
+        """The sources of which nothing failed since their last piece."""
+        return {name for name, one in self.sources.items() if not one.left and not one.lost}
+
+    @property
     def usable(self) -> list[str]:
         """The sources that were not left."""
         return [name for name, source in self.sources.items() if not source.left]
@@ -147,12 +152,13 @@ class RateBound:
     """A bound in bytes/s, 0 = none: what is fetched waits for its turn."""
 
     bytes_per_s: float
-    _free_mono: float = 0.0
+    free_mono: float = 0.0
+    """Until then what has its turn is fetched."""
 
     def turn(self, size: int, now: float) -> float:
         """Take so many bytes; the seconds to wait before they are fetched."""
         if not self.bytes_per_s:
             return 0.0
-        begins = max(now, self._free_mono)
-        self._free_mono = begins + size / self.bytes_per_s
+        begins = max(now, self.free_mono)
+        self.free_mono = begins + size / self.bytes_per_s
         return begins - now

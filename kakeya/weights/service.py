@@ -18,8 +18,8 @@ from kakeya.weights.found import FoundModel
 from kakeya.weights.index import WeightIndex, read_piece
 from kakeya.weights.listed import ListedModel, used_at
 from kakeya.weights.manifest import PieceOfFile, WeightsManifest
-from kakeya.weights.progress import PullState
-from kakeya.weights.pull import TELL_S, Pull
+from kakeya.weights.progress import TELL_S, PullState
+from kakeya.weights.pull import Pull
 from kakeya.weights.wire import held_to_wire, manifest_to_wire
 from kakeya.wire.status import errors_end
 

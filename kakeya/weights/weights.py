@@ -18,7 +18,7 @@ from kakeya.v1.weights_pb2_grpc import (
     add_ModelFilesServiceServicer_to_server,
     add_WeightsServiceServicer_to_server,
 )
-from kakeya.weights.choice import to_remove
+from kakeya.weights.choice import PulledModel, to_remove
 from kakeya.weights.config import WeightsConfig
 from kakeya.weights.found import FoundModel
 from kakeya.weights.index import WeightIndex
@@ -31,12 +31,13 @@ from kakeya.weights.listed import (
     uses,
 )
 from kakeya.weights.manifest import check_model_name
-from kakeya.weights.partial import disk_error, remove_folder
+from kakeya.weights.partial import disk_error, remove_folder, sweep
 from kakeya.weights.peers import Neighbours, WeightsPeers
 from kakeya.weights.progress import PullState
-from kakeya.weights.pull import Pull, PullTools
+from kakeya.weights.pull import Pull
 from kakeya.weights.schedule import RateBound
 from kakeya.weights.service import ModelFilesService, WeightsService
+from kakeya.weights.tools import PullTools
 
 MOST_PULLS = 4
 
@@ -75,12 +76,17 @@ class NodeWeights:
         )
         self._pulls: dict[str, tuple[Pull, asyncio.Task[Path]]] = {}
         self._followers: dict[str, int] = {}
+        self._making_room = asyncio.Lock()
         self._service = WeightsService(self)
         self._owner = ModelFilesService(self)
 
     def start(self, tasks: Supervisor) -> None:
-        """Compute digests in the background."""
-        tasks.start("weights", self.index.run)
+        """Compute digests in the background, after a removal was ended that a kill cut off."""
+        tasks.start("weights", self._run)
+
+    async def _run(self) -> None:
+        await asyncio.to_thread(sweep, self.folder)
+        await self.index.run()
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the services to one more server."""
@@ -116,6 +122,8 @@ class NodeWeights:
         PeerUnavailable.
         """
         check_model_name(name)
+        while (ending := self._pulls.get(name)) and ending[1].cancelling():
+            await asyncio.wait(ending[1:])  # its last follower has just left
         pull, task = self._pulls.get(name) or self._begin(name, from_node, keep=keep)
         pull.keep |= keep
         self._followers[name] = self._followers.get(name, 0) + 1
@@ -205,22 +213,27 @@ class NodeWeights:
             await self.index.models(anew=True)
         self._tools.count("removed")
 
-    async def _make_room(self, needed_bytes: int, digest: str) -> None:
-        others = [pull.state.name for pull in self.fetching if pull.state.digest == digest]
+    async def _make_room(self, part: str) -> None:
+        others = [pull.state.name for pull in self.fetching if pull.part == part]
         if len(others) > 1:
             raise Conflict(f"the same files are being pulled as {others[0]}; wait for them")
         if not self._config.disk_bytes:
             return
-        models = await self.index.models(anew=True)
-        under_way = {digest, *(pull.state.digest for pull in self.fetching)}
-        pulled = await asyncio.to_thread(
-            lambda: list(
-                pulled_models(self.folder, models, lambda one: any(self.uses(one)), under_way)
+        async with self._making_room:
+            models = await self.index.models(anew=True)
+            coming = {pull.part: pull.state.bytes for pull in self.fetching if pull.part}
+            pulled = await asyncio.to_thread(
+                lambda: list(
+                    pulled_models(self.folder, models, lambda one: any(self.uses(one)), coming)
+                )
             )
-        )
-        needed = needed_bytes - sum(one.bytes for one in pulled if Path(one.path).name == digest)
-        for path in to_remove(pulled, needed, self._config.disk_bytes):
-            await self._drop(Path(path))
+            here = {Path(one.path).name: one.bytes for one in pulled}
+            missing = {one: max(0, size - here.get(one, 0)) for one, size in coming.items()}
+            needed = missing.pop(part, 0)
+            for one, size in missing.items():
+                pulled.append(PulledModel(path=one, bytes=size, used_at=0.0, is_spared=True))
+            for path in to_remove(pulled, needed, self._config.disk_bytes):
+                await self._drop(Path(path))
 
     # --- what is told
 

@@ -167,10 +167,10 @@ async def test_a_source_that_comes_back_is_gone_on_with(tmp_path: Path) -> None:
 async def test_a_pull_without_a_source_ends_and_keeps_what_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "PATIENCE_S", 0.5)
     async with house(tmp_path) as home:
         origin, puller = await pair(home, pull_mb_per_s=20)
         task = await begun(puller, "org/smol", 1)
+        monkeypatch.setattr(pull, "PATIENCE_S", 0.5)
         await origin.server.stop(None)
         with pytest.raises(PeerUnavailable, match=r"MiB of 14\.\d MiB are here: pull it again"):
             await task
