@@ -72,7 +72,16 @@ class LedGroup:
         """None until the weights were found here."""
         self.size: LeaseSize | None = None
         self.wake = asyncio.Event()
+        self.are_members_live = True
+        self.trying: asyncio.Task[None] | None = None
+        """The first try, while `raise_group` tells of it."""
         self.keeping: asyncio.Task[None] | None = None
+        self.ending: asyncio.Task[None] | None = None
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Those that bring it up."""
+        return [task for task in (self.trying, self.keeping) if task is not None]
 
     def look(self, now: float) -> None:
         """Follow the state of the model."""
@@ -127,13 +136,13 @@ class RingGroups:
     async def restore(self) -> None:
         """Read the wishes of earlier runs; a file that is none is set aside."""
         try:
-            text = await asyncio.to_thread(self._file.read_text, "utf-8")
+            data = await asyncio.to_thread(self._file.read_bytes)
         except OSError:
             return
         try:
-            for said in json.loads(text)["groups"]:
+            for said in json.loads(data)["groups"]:
                 self._add(RingSpec.from_json(said))
-        except (ConfigError, ValueError, KeyError, TypeError) as fault:
+        except (ConfigError, Conflict, ValueError, KeyError, TypeError) as fault:
             aside = self._file.with_suffix(".damaged")
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(self._file.rename, aside)
@@ -148,7 +157,9 @@ class RingGroups:
 
     async def aclose(self) -> None:
         """Stop keeping; the wishes stay."""
-        tasks = [group.keeping for group in self._groups.values() if group.keeping is not None]
+        groups = self._groups.values()
+        tasks = [task for group in groups for task in group.tasks]
+        tasks += [group.ending for group in groups if group.ending is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -156,13 +167,13 @@ class RingGroups:
     def fleet_changed(self) -> None:
         """Look whether groups that wait have their members back."""
         for group in self._groups.values():
-            if group.state.phase is GroupPhase.WAITING:
-                nodes = [seat.node for seat in group.spec.seats]
-                if self._peers.are_live(nodes):
-                    state = group.state.members_seen(self._clock.mono())
-                    if state != group.state:
-                        group.state = state
-                        group.wake.set()
+            were_live = group.are_members_live
+            group.are_members_live = self._peers.are_live([seat.node for seat in group.spec.seats])
+            if group.are_members_live and not were_live:  # else no pause would be longer than 1 s
+                state = group.state.members_seen(self._clock.mono())
+                if state != group.state:
+                    group.state = state
+                    group.wake.set()
 
     def model_changed(self, model: ResidentModel) -> None:
         """Follow the change of a model's state."""
@@ -189,18 +200,21 @@ class RingGroups:
             return
         group = self._add(spec)
         trying = asyncio.create_task(self._form(group), name=f"ring group {spec.name}")
+        group.trying = trying
         try:
             while not trying.done():
                 await asyncio.wait((trying,), timeout=TELL_S)
                 yield self._shown(group)
+            if group.ending is not None:
+                raise Conflict(  # noqa: TRY301
+                    f"ring group {spec.name} was ended while it came up"
+                )
             await trying
+            self._keep(group)
             await self._save()
         except BaseException:
-            trying.cancel()
-            await asyncio.gather(trying, return_exceptions=True)
             await self._drop(group)
             raise
-        self._keep(group)
 
     async def end_group(self, name: str, *, is_for_leader: bool) -> None:
         """End a group, here or at the node that leads it. Raises NotFound, PeerUnavailable."""
@@ -321,18 +335,24 @@ class RingGroups:
         return failure
 
     async def _drop(self, group: LedGroup) -> None:
-        """End a group for good."""
+        """End a group for good: once, and to the end, also when a caller that waits leaves."""
+        if group.ending is None:
+            ending = asyncio.create_task(self._end(group), name=f"end {group.spec.name}")
+            group.ending = ending
+        await asyncio.shield(group.ending)
+
+    async def _end(self, group: LedGroup) -> None:
         group.state = group.state.ended(self._clock.mono())
-        if group.keeping is not None:
-            group.keeping.cancel()
-            await asyncio.gather(group.keeping, return_exceptions=True)
+        for task in group.tasks:
+            task.cancel()
+        await asyncio.gather(*group.tasks, return_exceptions=True)
         try:
+            await self._save()  # first: the next run of a node that is killed has no such wish
             if group.model is not None:
                 await self._home.remove(group.model)
         finally:
             if self._groups.get(group.spec.name) is group:
                 del self._groups[group.spec.name]
-            await self._save()
         event(_log, "ring group ended", group=group.spec.name)
 
     async def _save(self) -> None:

@@ -70,20 +70,22 @@ class GroupHome:
         """Serve a model no more; returns when its engine has ended and its memory was given
         back."""
         self.closed(model)
+        alone = self._engines.alone[model.model_id]  # in memory where its canary was cut off
         try:
             async with asyncio.timeout(GONE_S):
-                while model.resident is not None:
-                    # First the engine: the answers that hold the model end with it.
-                    if model.backend is not None:
-                        await model.backend.aclose()
-                    with contextlib.suppress(NotFound, Conflict):
-                        self.arbiter.unload(model.capability, model.model_id)
-                    await self._clock.sleep(_LOOK_S)
+                for one in (model, alone):
+                    while one.resident is not None:
+                        # First the engine: the answers that hold the model end with it.
+                        if one.backend is not None:
+                            await one.backend.aclose()
+                        with contextlib.suppress(NotFound, Conflict):
+                            self.arbiter.unload(one.capability, one.model_id)
+                        await self._clock.sleep(_LOOK_S)
         except TimeoutError:
             raise InvariantBroken("a model without an engine leaves memory", model.model_id) from (
                 None
             )
         self.arbiter.unlearn(model.capability, model.model_id)
-        self._sizes.remove(self._engines.alone[model.model_id].model_id)
+        self._sizes.remove(alone.model_id)
         self._engines.remove_group(model.model_id)
         self._sizes.remove(model.model_id)

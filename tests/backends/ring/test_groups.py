@@ -1,0 +1,203 @@
+"""What the leader of a group does with callers that leave and callers that come at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kakeya.backends.ring.groups import FILE, RingGroups
+from kakeya.backends.ring.spec import RingSeat, RingSpec
+from kakeya.backends.ring.state import PAUSES_S
+from kakeya.core.clock import SystemClock
+from kakeya.core.errors import Conflict, KakeyaError, PeerUnavailable
+from kakeya.core.tasks import Supervisor
+from kakeya.generation.facts import ModelState
+from kakeya.generation.spec import EMBEDDED_FOLDER
+from tests.waiting import until
+
+SPEC = RingSpec(
+    name="big",
+    source="kakeya-tiny",
+    split="tensor",
+    seats=(RingSeat(node="left"), RingSeat(node="right")),
+)
+
+
+class Model:
+    """The model of a group, in memory once `room` is set; `fault` = why it is not."""
+
+    def __init__(self) -> None:
+        self.model_id = SPEC.name
+        self.failures = SimpleNamespace(is_barred=False, clear=lambda: None)
+        self.check = self.backend = self.resident = None
+        self.restarts, self.last_error, self.state = 0, "", ModelState.LOADING
+        self.room = asyncio.Event()
+        self.fault = ""
+        self.tries = 0
+
+    @asynccontextmanager
+    async def lend(self, _: object) -> AsyncIterator[None]:
+        self.tries += 1
+        await self.room.wait()
+        if self.fault:
+            raise PeerUnavailable(self.fault)
+        self.state = ModelState.READY
+        yield
+
+
+class Home:
+    """The models of a node; `may_leave` lets their engines end."""
+
+    def __init__(self) -> None:
+        self.arbiter = None
+        self.model = Model()
+        self.served: list[Model] = []
+        self.may_leave = asyncio.Event()
+
+    def add(self, *_: object) -> Model:
+        self.served.append(self.model)
+        return self.model
+
+    async def remove(self, model: Model) -> None:
+        model.fault = "its engine is ended"
+        model.room.set()
+        await self.may_leave.wait()
+        self.served.remove(model)
+
+
+class Peers:
+    """The other nodes; `away` are not live."""
+
+    own_id = own_label = "left"
+    away: Sequence[str] = ()
+
+    def label_of(self, node: str) -> str:
+        return node
+
+    def are_live(self, nodes: Sequence[str]) -> bool:
+        return not set(self.away) & set(nodes)
+
+    async def groups(self) -> Sequence[object]:
+        return ()
+
+
+class Leader:
+    """The groups of a node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.peers = Home(), Peers()
+        own = SimpleNamespace(folder=lambda _: EMBEDDED_FOLDER / "kakeya-tiny")
+        make: Callable[..., RingGroups] = RingGroups
+        self.groups = make(
+            self.home,
+            self.peers,
+            SimpleNamespace(own=own, ranks=()),
+            folder=folder,
+            sockets=None,
+            clock=SystemClock(),
+        )
+
+    async def up(self) -> None:
+        async for _ in self.groups.raise_group(SPEC, is_for_leader=True):
+            pass
+
+    async def down(self) -> None:
+        await self.groups.end_group(SPEC.name, is_for_leader=True)
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.groups.status()[0])
+
+
+async def test_a_group_that_is_ended_while_it_comes_up_is_ended_once_and_wholly(
+    tmp_path: Path,
+) -> None:
+    leader = Leader(tmp_path)
+    leader.home.may_leave.set()
+    up = asyncio.create_task(leader.up())
+    await until(lambda: leader.home.model.tries, "it comes up")
+    await leader.down()
+    assert leader.home.served == []
+    assert leader.groups.status() == []
+    with pytest.raises(Conflict, match="was ended while it came up"):
+        await up
+    assert leader.home.served == []
+
+
+@pytest.mark.parametrize("leaves", ["up", "down"])
+async def test_a_group_is_ended_wholly_though_its_caller_leaves(
+    tmp_path: Path, leaves: str
+) -> None:
+    leader = Leader(tmp_path)
+    up = asyncio.create_task(leader.up())
+    await until(lambda: leader.home.model.tries, "it comes up")
+    if leaves == "down":
+        leader.home.model.room.set()
+        await up
+    call = up if leaves == "up" else asyncio.create_task(leader.down())
+    if leaves == "up":
+        up.cancel()
+    await until(lambda: leader.home.model.fault, "its engine is being ended")
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert leader.status()["state"] == "ending"
+    leader.home.may_leave.set()
+    await until(lambda: not leader.home.served, "it is gone")
+    await until(lambda: not leader.groups.status(), "its name is free")
+
+
+async def test_members_that_were_there_all_the_time_do_not_shorten_the_pause(
+    tmp_path: Path,
+) -> None:
+    leader = Leader(tmp_path)
+    leader.home.may_leave.set()
+    leader.home.model.room.set()
+    async with Supervisor(SystemClock()) as tasks:
+        leader.groups.start(tasks)
+        await leader.up()
+        model = leader.home.model
+        group = next(iter(leader.groups._groups.values()))
+        for _ in PAUSES_S:
+            group.state = group.state.began(0.0).failed("a rank was refused", 1e12)
+        leader.groups.fleet_changed()
+        assert group.state.retry_mono == 1e12 + PAUSES_S[-1]
+        leader.peers.away = ("right",)
+        leader.groups.fleet_changed()
+        assert group.state.retry_mono == 1e12 + PAUSES_S[-1]
+        leader.peers.away = ()
+        leader.groups.fleet_changed()
+        assert group.state.retry_mono == 1e12 + 1.0
+        assert model.tries == 1
+        await leader.groups.aclose()
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"[]", b"{}", b'{"groups": [1]}', b'{"groups": "\xff"}']
+)
+async def test_a_damaged_file_of_wishes_is_set_aside(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    leader = Leader(tmp_path)
+    await leader.groups.restore()
+    assert leader.groups.status() == []
+    assert (tmp_path / FILE).with_suffix(".damaged").read_bytes() == content
+
+
+async def test_a_wish_that_is_written_twice_is_one(tmp_path: Path) -> None:
+    leader = Leader(tmp_path)
+    leader.home.may_leave.set()
+    leader.home.model.room.set()
+    await leader.up()
+    file = tmp_path / FILE
+    text = file.read_text()
+    wish = text[text.index("[") + 1 : text.rindex("]")]
+    file.write_text(f'{{"groups": [{wish}, {wish}]}}')
+    again = Leader(tmp_path)
+    await again.groups.restore()
+    assert [group["name"] for group in again.groups.status()] == [SPEC.name]
+    with pytest.raises(KakeyaError):
+        await again.up()
