@@ -177,17 +177,17 @@ class RankHost:
     async def lent(self, order: RankOrder) -> AsyncIterator[HostedRank]:
         """A rank with its memory, while its group lasts.
 
-        Raises ConfigError without the weights, Conflict for the rank of another leader,
-        MemoryRefused.
+        Raises ConfigError without the weights, Conflict for the rank of another leader and for one
+        that is being lent, MemoryRefused.
         """
         folder = await asyncio.to_thread(self.own.folder, order.spec)
-        await self._replace(order)
         whole = await asyncio.to_thread(weights.estimate_of, folder)
         size = weights.rank_size(order.spec, order.rank, whole).bytes
+        await self._replace(order)
         async with AsyncExitStack() as stack:
-            sockets = await stack.enter_async_context(SocketFolder.lent(self._sockets))
-            self._sizes[order.key] = size
+            self._sizes[order.key] = size  # nothing is awaited since it was found free
             stack.callback(self._forget, order.key)
+            sockets = await stack.enter_async_context(SocketFolder.lent(self._sockets))
             await self._lease(stack, order)
             rank = self._ranks[order.key] = HostedRank(order, folder, size, sockets)
             event(_log, "rank leased", rank=order.key, leader=order.leader, mb=size // MIB)
@@ -237,15 +237,19 @@ class RankHost:
 
     async def _replace(self, order: RankOrder) -> None:
         """End the same rank of a call that is not known to be over yet."""
-        known = self._ranks.get(order.key)
-        if known is None:
-            return
-        if known.order.leader != order.leader:
+        name = order.spec.name
+        while (known := self._ranks.get(order.key)) is not None:
+            if known.order.leader != order.leader:
+                raise Conflict(
+                    f"{self.own.label()} has a rank {order.rank} of {name} already, in the group "
+                    f"that {known.order.leader} leads"
+                )
+            await self.end(name, order.rank)
+        if order.key in self._sizes:
             raise Conflict(
-                f"{self.own.label()} has a rank {order.rank} of {order.spec.name} already, in the "
-                f"group that {known.order.leader} leads"
+                f"{self.own.label()} finds memory for a rank {order.rank} of a group {name} just "
+                "now; ask again, or give the group another --name"
             )
-        await self.end(order.spec.name, order.rank)
 
     async def _lease(self, stack: AsyncExitStack, order: RankOrder) -> None:
         self._arbiter.unlearn(CAPABILITY, order.key)  # this share may be another one

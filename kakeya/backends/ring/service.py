@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -50,26 +51,32 @@ class RingService(RingServiceServicer):
             order = RankOrder(spec=spec, rank=request.rank, leader=leader)
             caller = peer_of(context.peer())
             seen = caller.rpartition(":")[0].strip("[]") if caller else "127.0.0.1"
-            async with self._host.lent(order) as rank:
-                lent = pb.RankLent(
-                    port=rank.port,
-                    leader_host=seen,
-                    facts=await asyncio.to_thread(weights.facts_of, rank.folder),
-                    lent_bytes=rank.bytes,
-                )
-                await context.write(pb.RankReport(lent=lent))
-                async with aclosing(with_beats(rank.reports())) as reports:
-                    async for told in reports:
-                        if told is None:
-                            self._host.measure()
-                            await context.write(pb.RankReport())
-                            continue
-                        progress = pb.RankProgress(
-                            phase=told.phase.name,
-                            done_bytes=told.done_bytes,
-                            total_bytes=told.total_bytes,
-                        )
-                        await context.write(pb.RankReport(progress=progress))
+            # Beats from the start: models in use may take long to make room.
+            async with aclosing(with_beats(self._reports(order, seen))) as reports:
+                async for told in reports:
+                    if told is None:
+                        self._host.measure()
+                    await context.write(told or pb.RankReport())
+
+    async def _reports(self, order: RankOrder, seen: str) -> AsyncGenerator[pb.RankReport, None]:
+        """What is told of a rank, which is lent as long as this runs, to a leader that is `seen`
+        at an address."""
+        async with self._host.lent(order) as rank:
+            lent = pb.RankLent(
+                port=rank.port,
+                leader_host=seen,
+                facts=await asyncio.to_thread(weights.facts_of, rank.folder),
+                lent_bytes=rank.bytes,
+            )
+            yield pb.RankReport(lent=lent)
+            async with aclosing(rank.reports()) as reports:
+                async for told in reports:
+                    progress = pb.RankProgress(
+                        phase=told.phase.name,
+                        done_bytes=told.done_bytes,
+                        total_bytes=told.total_bytes,
+                    )
+                    yield pb.RankReport(progress=progress)
 
     async def StartRank(
         self, request: pb.StartRankRequest, context: Context

@@ -1,0 +1,113 @@
+"""Ranks that other nodes ask for: one call has each, and the leader hears of it from the start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kakeya.backends.ring.host import RankHost, RankOrder
+from kakeya.backends.ring.service import RingService
+from kakeya.backends.ring.spec import RingSeat, RingSpec
+from kakeya.core.errors import Conflict
+from kakeya.core.units import MIB
+from kakeya.generation.spec import EMBEDDED_FOLDER
+from kakeya.memory.api import MemoryArbiter
+from kakeya.v1 import ring_pb2 as pb
+from kakeya.wire import beats
+from tests.fakes import FakeClock
+
+SPEC = RingSpec(
+    name="big",
+    source="kakeya-tiny",
+    split="tensor",
+    seats=(RingSeat(node="left"), RingSeat(node="right")),
+)
+
+
+def order(leader: str) -> RankOrder:
+    return RankOrder(spec=SPEC, rank=1, leader=leader)
+
+
+@asynccontextmanager
+async def hosting() -> AsyncIterator[tuple[MemoryArbiter, RankHost]]:
+    own: Any = SimpleNamespace(
+        folder=lambda _: EMBEDDED_FOLDER / "kakeya-tiny", label=lambda: "right"
+    )
+    command: Any = None
+    async with MemoryArbiter(budget=4000 * MIB, clock=FakeClock(), grace_s=0) as arbiter:
+        yield arbiter, RankHost(arbiter, own, command, None, on_change=lambda: None)
+
+
+async def test_two_leaders_that_ask_at_once_for_one_rank_do_not_share_its_memory() -> None:
+    async with hosting() as (arbiter, host), AsyncExitStack() as stack:
+        calls = [stack.enter_async_context(host.lent(order(leader))) for leader in ("a", "b")]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert sorted(isinstance(one, Conflict) for one in found) == [False, True], found
+        assert len(arbiter.status().residents) == 1
+        assert len(host.ranks) == 1
+        await stack.aclose()
+        assert [*host.ranks] == []
+
+
+async def test_a_leader_that_asks_again_gets_the_rank_anew() -> None:
+    async with hosting() as (_, host):
+        first = asyncio.Event()
+
+        async def call() -> None:
+            async with host.lent(order("a")) as rank:
+                first.set()
+                await rank.leaves.wait()
+
+        earlier = asyncio.create_task(call())
+        await first.wait()
+        async with host.lent(order("a")) as again:
+            assert host.ranks == (again,)
+        await earlier
+
+
+class Call:
+    """The context of a call, with what was written."""
+
+    def __init__(self) -> None:
+        self.written: list[pb.RankReport] = []
+
+    async def write(self, report: pb.RankReport) -> None:
+        self.written.append(report)
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.1:5757"
+
+
+async def test_a_leader_hears_of_a_rank_while_models_make_room_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(beats, "BEAT_S", 0.001)
+    call, room = Call(), asyncio.Event()
+
+    @asynccontextmanager
+    async def lent(_: RankOrder) -> AsyncIterator[Any]:
+        await room.wait()
+        yield SimpleNamespace(port=1, folder=EMBEDDED_FOLDER / "kakeya-tiny", bytes=2, reports=none)
+
+    async def none() -> AsyncIterator[Any]:
+        for nothing in list[Any]():
+            yield nothing
+
+    groups: Any = SimpleNamespace(host=SimpleNamespace(lent=lent, measure=lambda: None))
+    context: Any = call
+    request = pb.HostRankRequest(group=SPEC.to_wire(), rank=1, leader="left")
+    serving = asyncio.create_task(RingService(groups).HostRank(request, context))
+    while len(call.written) < 3:
+        assert not serving.done()
+        await asyncio.sleep(0)
+    assert not any(report.HasField("lent") for report in call.written)
+    room.set()
+    await serving
+    told = [report.lent for report in call.written if report.HasField("lent")]
+    assert [(one.leader_host, one.lent_bytes) for one in told] == [("10.0.0.1", 2)]
+    assert told[0].facts["weights"]
