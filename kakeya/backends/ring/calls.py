@@ -183,7 +183,7 @@ class RingPeers:
         """The id of a live node by its id, its label, or the start of its id. Raises NotFound."""
         cards = self._cards()
         for found in (
-            [card for card in cards if named in (card.node_id, card.label)],
+            [card for card in cards if named and named in (card.node_id, card.label)],
             [card for card in cards if named and card.node_id.startswith(named)],
         ):
             if len(found) == 1:
