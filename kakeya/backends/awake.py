@@ -1,7 +1,8 @@
 """Keep a Mac awake for its models: network traffic alone does not stop its idle sleep.
 
     offered   while a model can be asked for, so that peers and clients always find it
-    working   while a request or a job of another process uses memory, and for a moment after it
+    working   while a request or a job of another process uses memory or a model is pulled, and for
+              a moment after it
     never     the owner's own settings decide
 
 The assertion is held by `caffeinate`, one process, which ends with this one in whatever way that

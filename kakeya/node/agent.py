@@ -188,6 +188,7 @@ class Agent:
             hub=hub_folder(os.environ, Path.home()),
             configured=lambda: {**self._engines.sources, **self._memory.images.sources},
             loaded=self._engines.loaded,
+            on_change=self._changed.set,
             clock=self._clock,
         )
         stack.push_async_callback(self._weights.aclose)
@@ -435,7 +436,8 @@ class Agent:
             self._services.follow(
                 self._engines.of_role(ModelRole.PROPOSER), is_runtime_ready=is_ready
             )
-            self._awake.follow(offers=self._memory.offers_models, works=self._memory.is_working)
+            works = self._memory.is_working or bool(self._weights.fetching)
+            self._awake.follow(offers=self._memory.offers_models, works=works)
             offer = replace(self._offer(), caches=self._services.peers.caches)
             if self._services.draining.is_under_way:
                 offer = replace(offer, models=())

@@ -67,6 +67,8 @@ class Pull:
         self._labels: dict[str, WeightsPeer] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._failure: KakeyaError | None = None
+        self._last_failure = ""
+        """Of a source, since the last piece."""
         self._wake = asyncio.Event()
         self._given_up = threading.Event()
         self._news = asyncio.Event()
@@ -324,7 +326,9 @@ class Pull:
             if not isinstance(failure, KakeyaError):
                 raise
             self._tools.count("wrong" if is_wrong else "lost")
-            if is_wrong and not is_known:
+            if not is_wrong:
+                self._last_failure = f"; {failure.message}"
+            elif not is_known:
                 self._tell_left(peer, failure)
             return
         if piece in self.held:  # another source was quicker
@@ -341,6 +345,7 @@ class Pull:
             self._meter.add(-came)
         self.held.add(piece)
         self._schedule.arrived(name, piece, self._clock.mono())
+        self._last_failure = ""
         self._tools.count("pieces")
         self._tools.count("bytes", wanted.size)
         self._told()
@@ -370,6 +375,7 @@ class Pull:
         raise PeerUnavailable(
             f"nothing of {state.name} comes any more"
             + "".join(f"; left: {reason}" for reason in left)
+            + self._last_failure
             + f"; {format_bytes(state.done_bytes)} of {format_bytes(state.bytes)} are here: pull "
             "it again once a node that has it is there"
         )

@@ -55,13 +55,16 @@ class NodeWeights:
         hub: Path | None,
         configured: Callable[[], Mapping[str, str]],
         loaded: Callable[[], Collection[str]],
+        on_change: Callable[[], None],
         clock: Clock,
     ) -> None:
+        """`on_change` hears of each fetch that begins or ends."""
         self.folder = config.models_folder(data_dir)
         self._config = config
         self._clock = clock
         self.configured = configured
         self._loaded = loaded
+        self._on_change = on_change
         self.peers = WeightsPeers(plane, clock)
         self.index = WeightIndex(
             self.folder, data_dir=data_dir, hub=hub, configured=configured, clock=clock
@@ -144,6 +147,7 @@ class NodeWeights:
         pull = Pull(name, self._tools, from_node=from_node, keep=keep)
         task = asyncio.create_task(pull.run(), name=f"pull {name}")
         self._pulls[name] = pull, task
+        self._on_change()
         task.add_done_callback(lambda ended: self._ended(name, ended))
         return pull, task
 
@@ -151,6 +155,7 @@ class NodeWeights:
         del self._pulls[name]
         is_bad = task.cancelled() or task.exception() is not None
         self._tools.count("failed" if is_bad else "done")
+        self._on_change()
 
     # --- list and remove
 

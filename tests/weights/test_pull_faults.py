@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kakeya.core.errors import Cancelled, Conflict, PeerProtocol, StoreFailed
+from kakeya.core.errors import Cancelled, Conflict, PeerProtocol, PeerUnavailable, StoreFailed
 from kakeya.core.units import MIB
 from kakeya.weights import found, pull
 from kakeya.weights.found import read_record
@@ -67,6 +67,19 @@ async def test_a_source_that_has_another_address_is_gone_on_with(tmp_path: Path)
         finally:
             await server.stop(None)
         assert content(Path(last.path)) == content(origin.folder / "org/smol")
+
+
+async def test_a_pull_without_a_source_tells_what_its_sources_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path) as home:
+        origin, puller = await pair(home, pull_mb_per_s=20)
+        task = await begun(puller, "org/smol", 1)
+        for path in (origin.folder / "org/smol").glob("*.safetensors"):
+            os.utime(path)
+        monkeypatch.setattr(pull, "PATIENCE_S", 0.5)
+        with pytest.raises(PeerUnavailable, match=r"; origin: .* was changed|; origin: no model"):
+            await task
 
 
 async def test_sources_that_were_left_take_no_place(

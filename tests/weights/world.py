@@ -53,6 +53,8 @@ class Mini:
     folder: Path
     loaded: set[str] = field(default_factory=set)
     configured: dict[str, str] = field(default_factory=dict)
+    told: list[int] = field(default_factory=list)
+    """The number of fetches at each change of it."""
 
     async def pull(self, name: str, *, from_node: str = "", keep: bool = False) -> PullState:
         """Pull to the end; the last state."""
@@ -84,6 +86,7 @@ class House:
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         loaded: set[str] = set()
         configured: dict[str, str] = {}
+        told: list[int] = []
         weights = NodeWeights(
             WeightsConfig(**settings),
             Plane(name, channels, self.cards),
@@ -91,6 +94,7 @@ class House:
             hub=None,
             configured=lambda: configured,
             loaded=lambda: loaded,
+            on_change=lambda: told.append(len(weights.fetching)),
             clock=SystemClock(),
         )
         self._stack.push_async_callback(weights.aclose)
@@ -104,7 +108,7 @@ class House:
             node_id=name, label=name, is_extended=True, grpc_address=address
         )
         mini = self.minis[name] = Mini(
-            weights, server, address, folder / "models", loaded, configured
+            weights, server, address, folder / "models", loaded, configured, told
         )
         return mini
 
