@@ -109,9 +109,14 @@ class GroupChecks:
             EngineAlone(self._engines.alone[model.model_id], self._memory),
             self._answers,
             end=end,
-            is_idle=lambda: all(one.is_idle for one in self._memory.status().residents),
+            is_idle=self._is_idle,
             clock=self._clock,
         )
+
+    def _is_idle(self) -> bool:
+        """Whether nothing runs here. A rank of another node's group is held as long as it lasts,
+        so it does not count."""
+        return all(one.is_idle or one.role.is_lent for one in self._memory.status().residents)
 
 
 def end_leader(path: Path) -> None:

@@ -18,7 +18,7 @@ from kakeya.backends.engine.process import SocketFolder
 from kakeya.backends.ring import weights
 from kakeya.backends.ring.host import RankOrder, rank_environ
 from kakeya.backends.ring.spec import RingSpec
-from kakeya.core.errors import KakeyaError
+from kakeya.core.errors import KakeyaError, LoadFailed
 from kakeya.fleet.placement.ring import ring_name
 from kakeya.generation.progress import LoadProgress
 
@@ -93,16 +93,17 @@ class Formation:
 
     @asynccontextmanager
     async def form(self) -> AsyncIterator[FormedRing]:
-        """The group with all ranks but 0 started. Raises ConfigError for ranks that differ, and the
-        refusals of members."""
+        """The group with all ranks but 0 started. Raises ConfigError for ranks that differ,
+        LoadFailed where this node has no port or disk for it, and the refusals of members."""
         self.refusal = None
         async with AsyncExitStack() as stack:
             stack.callback(self._over)
             try:
                 formed = await self._gather(stack)
-            except KakeyaError as refusal:
+            except (KakeyaError, OSError) as fault:
+                refusal = fault if isinstance(fault, KakeyaError) else _no_ring(fault)
                 self.refusal, self.faults = refusal, ()
-                raise
+                raise refusal from fault
             stack.push_async_callback(self._end_ranks)
             yield formed
 
@@ -153,6 +154,10 @@ class FormedRing:
         losses = [rank.lost for rank in self._formation.ranks]
         done, _ = await asyncio.wait(losses, return_when=asyncio.FIRST_COMPLETED)
         return f"lost a rank: {done.pop().result()}"
+
+
+def _no_ring(fault: OSError) -> LoadFailed:
+    return LoadFailed(f"rank 0 has no port or no hostfile for its ring: {fault.strerror or fault}")
 
 
 def _free_port() -> int:

@@ -290,8 +290,13 @@ class RingGroups:
             group.wake.clear()
 
     async def _try(self, group: LedGroup) -> None:
-        with contextlib.suppress(KakeyaError):
+        try:
             await self._form(group)
+        except KakeyaError:
+            pass  # its state has the reason
+        except Exception as fault:  # noqa: BLE001 - no fault may leave a wish without a keeper
+            group.state = group.state.failed(repr(fault), self._clock.mono())
+            event(_log, "ring group not formed", level=logging.ERROR, fault=repr(fault))
 
     async def _form(self, group: LedGroup) -> None:
         """Bring a group up. Raises why it cannot be."""

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from kakeya.backends.ring.formation import Formation
 from kakeya.backends.ring.host import RankOrder
 from kakeya.backends.ring.spec import RingSeat, RingSpec
-from kakeya.core.errors import ConfigError, KakeyaError, MemoryRefused, PeerUnavailable
+from kakeya.core.errors import (
+    ConfigError,
+    KakeyaError,
+    LoadFailed,
+    MemoryRefused,
+    PeerUnavailable,
+)
 from kakeya.generation.progress import LoadProgress
 
 FACTS = {"weights": "abc"}
@@ -129,3 +135,19 @@ async def test_a_rank_with_other_weights_is_refused_by_name() -> None:
         async with group.form():
             pass
     assert isinstance(group.refusal, ConfigError)
+
+
+async def test_a_node_without_a_port_gives_all_back_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_port() -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("kakeya.backends.ring.formation._free_port", no_port)
+    members = FakeMembers([""])
+    group = formation(members, 2)
+    with pytest.raises(LoadFailed, match="Too many open files"):
+        async with group.form():
+            pass
+    assert isinstance(group.refusal, LoadFailed)
+    assert members.ledger == []

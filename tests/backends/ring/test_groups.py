@@ -201,3 +201,25 @@ async def test_a_wish_that_is_written_twice_is_one(tmp_path: Path) -> None:
     assert [group["name"] for group in again.groups.status()] == [SPEC.name]
     with pytest.raises(KakeyaError):
         await again.up()
+
+
+async def test_a_fault_of_the_code_leaves_no_wish_without_a_keeper(tmp_path: Path) -> None:
+    first = Leader(tmp_path)
+    first.home.model.room.set()
+    await first.up()
+    leader = Leader(tmp_path)
+    await leader.groups.restore()
+
+    def broken(*_: object) -> Model:
+        raise KeyError("none")
+
+    leader.home.add = broken  # type: ignore[method-assign]
+    async with Supervisor(SystemClock()) as tasks:
+        leader.groups.start(tasks)
+        await until(lambda: leader.status()["state"] == "waiting", "its try failed")
+        assert "KeyError" in leader.status()["reason"]
+        del leader.home.add
+        leader.home.model.room.set()
+        leader.groups.fleet_changed()
+        await until(lambda: leader.status()["state"] == "up", "it is tried again")
+        await leader.groups.aclose()

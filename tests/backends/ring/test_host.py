@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kakeya.backends.ring.canary_node import GroupChecks
 from kakeya.backends.ring.host import RankHost, RankOrder
 from kakeya.backends.ring.service import RingService
 from kakeya.backends.ring.spec import RingSeat, RingSpec
@@ -52,6 +54,17 @@ async def test_two_leaders_that_ask_at_once_for_one_rank_do_not_share_its_memory
         assert len(host.ranks) == 1
         await stack.aclose()
         assert [*host.ranks] == []
+
+
+async def test_a_rank_of_another_group_keeps_no_node_from_the_audits_of_its_own(
+    tmp_path: Path,
+) -> None:
+    async with hosting() as (arbiter, host), host.lent(order("a")):
+        model: Any = SimpleNamespace(model_id="own", capability="text")
+        engines: Any = SimpleNamespace(models=lambda: (), alone={"own": model})
+        checks = GroupChecks(engines, arbiter, data_dir=tmp_path, clock=FakeClock())
+        checks.add(model)
+        assert model.check._is_idle()
 
 
 async def test_a_leader_that_asks_again_gets_the_rank_anew() -> None:
