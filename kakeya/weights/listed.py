@@ -11,7 +11,7 @@ from pathlib import Path
 from kakeya.generation.spec import GGUF
 from kakeya.weights.choice import PulledModel
 from kakeya.weights.found import RECORD, FoundModel, read_record
-from kakeya.weights.partial import PULLS, disk_bytes
+from kakeya.weights.partial import PULLS, disk_bytes, remove_folder
 from kakeya.weights.peers import WeightsOffer, WeightsPeer
 
 
@@ -112,6 +112,14 @@ def parts_of(folder: Path, name: str) -> list[Path]:
     parts = folder / PULLS
     found = [(part, read_record(part)) for part in (parts.iterdir() if parts.is_dir() else ())]
     return [part for part, record in found if record is not None and record.name == name]
+
+
+def drop_parts(folder: Path, name: str) -> None:
+    """Remove what pulls of this name began and did not end, where one of them ended: parts of
+    another state of the model, or from another source. Blocks."""
+    for part in parts_of(folder, name):
+        with contextlib.suppress(OSError):
+            remove_folder(folder, part)
 
 
 def _paths(source: str) -> set[Path]:

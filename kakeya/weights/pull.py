@@ -30,6 +30,7 @@ from kakeya.weights.choice import sources_of
 from kakeya.weights.find import LOOK_S, ModelSearch
 from kakeya.weights.found import FoundModel, PullRecord, found_model, keep_record
 from kakeya.weights.hub import HubDownload
+from kakeya.weights.listed import drop_parts
 from kakeya.weights.manifest import WeightsManifest
 from kakeya.weights.partial import PartialModel, check_target, disk_error
 from kakeya.weights.peers import WeightsPeer
@@ -155,6 +156,7 @@ class Pull:
     async def _name(self, manifest: WeightsManifest) -> Path:
         record = self._record(manifest.digest)
         path = await asyncio.to_thread(self._made.finish, record)
+        await asyncio.to_thread(drop_parts, self._tools.folder, record.name)
         await self._tools.index.learn(path, manifest)
         self._meter.tell(phase="done", done_bytes=manifest.bytes, path=str(path))
         return path

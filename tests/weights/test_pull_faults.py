@@ -16,7 +16,7 @@ import pytest
 from kakeya.core.errors import Cancelled, Conflict, PeerProtocol, PeerUnavailable, StoreFailed
 from kakeya.core.units import MIB
 from kakeya.weights import found, pull
-from kakeya.weights.found import read_record
+from kakeya.weights.found import PullRecord, read_record
 from kakeya.weights.hub import HubDownload
 from kakeya.weights.index import WeightIndex
 from kakeya.weights.manifest import WeightsFile, WeightsManifest
@@ -249,6 +249,17 @@ async def test_a_removal_that_a_kill_cut_off_is_ended_at_the_start(tmp_path: Pat
         async with Supervisor(SystemClock()) as tasks:
             puller.weights.start(tasks)
             await until(lambda: not left.parent.exists())
+
+
+async def test_parts_of_another_state_of_a_model_leave_with_its_pull(tmp_path: Path) -> None:
+    async with house(tmp_path) as home:
+        _, puller = await pair(home)
+        for name in ("org/smol", "org/other"):
+            part = PullRecord(name=name, digest="", keep=False, source="", pulled_at=0.0)
+            await asyncio.to_thread(HubDownload(name, puller.folder).open, part)
+        await puller.pull("org/smol")
+        (left,) = (puller.folder / PULLS).iterdir()
+        assert left == HubDownload("org/other", puller.folder).folder
 
 
 async def test_a_model_that_is_here_is_kept_when_a_pull_says_so(tmp_path: Path) -> None:
