@@ -160,7 +160,7 @@ class Services:
             clock=clock,
         )
         self._moves = SessionMoveService(self.mover)
-        self._rings = RingService(rings)
+        self._rings = RingService(rings, lambda: self.draining.is_under_way)
         self.runtime = RuntimeService(
             models=self.models,
             drafts=self.drafts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -26,10 +26,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RingService(RingServiceServicer):
-    """The servicer."""
+    """The servicer; `is_drained` tells whether the node is being drained."""
 
-    def __init__(self, groups: RingGroups) -> None:
+    def __init__(self, groups: RingGroups, is_drained: Callable[[], bool]) -> None:
         self._groups = groups
+        self._is_drained = is_drained
         self._host = groups.host
         self._draining = ""
 
@@ -124,5 +125,5 @@ class RingService(RingServiceServicer):
         raise AssertionError("abort returned")
 
     def _refuse_new(self) -> None:
-        if self._draining:
-            raise Refused(f"this node takes no ranks: {self._draining}")
+        if reason := self._draining or ("it is being drained" if self._is_drained() else ""):
+            raise Refused(f"this node takes no ranks: {reason}")

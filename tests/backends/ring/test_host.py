@@ -95,6 +95,9 @@ class Call:
     def peer(self) -> str:
         return "ipv4:10.0.0.1:5757"
 
+    async def abort(self, status: object, said: str, **_: object) -> None:
+        raise ValueError(said)
+
 
 async def test_a_leader_hears_of_a_rank_while_models_make_room_for_it(
     monkeypatch: pytest.MonkeyPatch,
@@ -114,7 +117,7 @@ async def test_a_leader_hears_of_a_rank_while_models_make_room_for_it(
     groups: Any = SimpleNamespace(host=SimpleNamespace(lent=lent, measure=lambda: None))
     context: Any = call
     request = pb.HostRankRequest(group=SPEC.to_wire(), rank=1, leader="left")
-    serving = asyncio.create_task(RingService(groups).HostRank(request, context))
+    serving = asyncio.create_task(RingService(groups, lambda: False).HostRank(request, context))
     while len(call.written) < 3:
         assert not serving.done()
         await asyncio.sleep(0)
@@ -124,3 +127,11 @@ async def test_a_leader_hears_of_a_rank_while_models_make_room_for_it(
     told = [report.lent for report in call.written if report.HasField("lent")]
     assert [(one.leader_host, one.lent_bytes) for one in told] == [("10.0.0.1", 2)]
     assert told[0].facts["weights"]
+
+
+async def test_a_node_that_is_drained_lends_no_new_rank() -> None:
+    groups: Any = SimpleNamespace(host=None)
+    context: Any = Call()
+    request = pb.HostRankRequest(group=SPEC.to_wire(), rank=1, leader="left")
+    with pytest.raises(ValueError, match="takes no ranks: it is being drained"):
+        await RingService(groups, lambda: True).HostRank(request, context)
