@@ -79,6 +79,7 @@ class WeightIndex:
         self._looked_mono = -LOOK_S
         self._looking = asyncio.Lock()
         self._hashing = asyncio.Lock()
+        self._saving = asyncio.Lock()
         self._hurry = threading.Event()
         self._waiting = 0
         self._found = asyncio.Event()
@@ -165,16 +166,16 @@ class WeightIndex:
         made = self.known(model)
         if made is not None:
             return made
-        async with self._hashing:
-            is_new = False
-            for file in model.files:
+        is_new = False
+        for file in model.files:
+            async with self._hashing:  # given in turn: a small model waits for no whole large one
                 known = self._digests.get(file.path)
                 if known is None or not known.is_of(file):
                     self._digests[file.path] = await self._hash(file)
                     is_new = True
-            made = self.known(model)
-            if is_new:
-                await self._save()
+        made = self.known(model)
+        if is_new:
+            await self._save()
         if made is None:
             raise NotFound(f"the files of {model.name} change; ask again once they are whole")
         return made
@@ -193,10 +194,11 @@ class WeightIndex:
         return made
 
     async def _save(self) -> None:
-        listed = {file.path for model in self._models for file in model.files}
-        self._digests = {path: one for path, one in self._digests.items() if path in listed}
         try:
-            await asyncio.to_thread(_store, self._cache_file, dict(self._digests))
+            async with self._saving:
+                listed = {file.path for model in self._models for file in model.files}
+                self._digests = {path: one for path, one in self._digests.items() if path in listed}
+                await asyncio.to_thread(_store, self._cache_file, dict(self._digests))
         except OSError as problem:
             event(
                 _log,

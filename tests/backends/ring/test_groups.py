@@ -35,7 +35,8 @@ class Model:
     def __init__(self) -> None:
         self.model_id = SPEC.name
         self.failures = SimpleNamespace(is_barred=False, clear=lambda: None)
-        self.check = self.backend = self.resident = None
+        self.check: Any = None
+        self.backend = self.resident = None
         self.restarts, self.last_error, self.state = 0, "", ModelState.LOADING
         self.room = asyncio.Event()
         self.fault = ""
@@ -223,3 +224,22 @@ async def test_a_fault_of_the_code_leaves_no_wish_without_a_keeper(tmp_path: Pat
         leader.groups.fleet_changed()
         await until(lambda: leader.status()["state"] == "up", "it is tried again")
         await leader.groups.aclose()
+
+
+async def test_the_reason_is_that_of_the_last_try_and_not_of_one_before(tmp_path: Path) -> None:
+    leader = Leader(tmp_path)
+    model = leader.home.model
+    model.room.set()
+    await leader.up()
+    group = leader.groups._groups[SPEC.name]
+    refused = {"state": "refused", "reason": "it said something else"}
+
+    async def prepare() -> None:
+        pass
+
+    model.check = SimpleNamespace(status=lambda: refused, prepare=prepare)
+    group.formation.refusal = PeerUnavailable("node right is away")
+    model.fault = "its engine ended"
+    with pytest.raises(KakeyaError, match="is not up: its engine ended"):
+        await leader.groups._form(group)
+    assert "its engine ended" in leader.status()["reason"]
