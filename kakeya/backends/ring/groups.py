@@ -301,6 +301,9 @@ class RingGroups:
     async def _form(self, group: LedGroup) -> None:
         """Bring a group up. Raises why it cannot be."""
         group.state = group.state.began(self._clock.mono())
+        group.formation.refusal = None
+        check = group.model.check if group.model else None
+        checked = check.status() if check else None
         try:
             model = group.model or await self._register(group)
             if not model.failures.is_barred:
@@ -310,7 +313,7 @@ class RingGroups:
             async with model.lend(Terms(timeout_s=UP_S)):
                 pass
         except KakeyaError as failure:
-            told = self._why(group, failure)
+            told = self._why(group, failure, checked)
             group.state = group.state.failed(told.message, self._clock.mono())
             raise told from None
         group.look(self._clock.mono())
@@ -326,14 +329,15 @@ class RingGroups:
         group.model = self._home.add(pinned, group.formation.form, group.size, whole)
         return group.model
 
-    def _why(self, group: LedGroup, failure: KakeyaError) -> KakeyaError:
-        """Why a group is not up, in the words of the part that failed."""
+    def _why(self, group: LedGroup, failure: KakeyaError, checked: Json | None) -> KakeyaError:
+        """Why a group is not up, in the words of the part that failed; `checked` is what its check
+        said before this try."""
         failure = group.formation.refusal or failure
         if isinstance(failure, MemoryRefused) and failure is not group.formation.refusal:
             size = group.size.bytes if group.size else 0
             return lends_not(self._peers.own_label, 0, size, self._home.arbiter, failure)
         check = group.model.check if group.model else None
-        if check and (told := check.status())["state"] == "refused":
+        if check and (told := check.status()) is not checked and told["state"] == "refused":
             return GroupRefused(str(told["reason"]))
         if isinstance(failure, PeerUnavailable):
             return LoadFailed(f"ring group {group.spec.name} is not up: {failure.message}")
