@@ -16,6 +16,7 @@ import pytest
 from kakeya.core.errors import Cancelled, Conflict, PeerProtocol, PeerUnavailable, StoreFailed
 from kakeya.core.units import MIB
 from kakeya.weights import found, pull
+from kakeya.weights import index as index_module
 from kakeya.weights.found import PullRecord, read_record
 from kakeya.weights.hub import HubDownload
 from kakeya.weights.index import WeightIndex
@@ -235,6 +236,31 @@ async def test_digests_are_known_before_anything_is_told(tmp_path: Path) -> None
         second = index()
         await second.models()
         assert second.known(model) is not None
+
+
+async def test_a_model_that_is_asked_for_waits_for_one_file_of_another_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, gate, order = index_module._hash, threading.Event(), []
+
+    def slow(file: Any, *more: Any) -> Any:
+        order.append(Path(file.path).parent.name)
+        gate.wait(60)
+        return real(file, *more)
+
+    monkeypatch.setattr(index_module, "_hash", slow)
+    async with house(tmp_path) as home:
+        mini = await home.add("mini")
+        for name in ("large", "small"):
+            await asyncio.to_thread(make_model, mini.folder, name, mib=1)
+        large, small = await mini.weights.index.models(anew=True)
+        tasks = [asyncio.create_task(mini.weights.index.manifest(large))]
+        await until(lambda: order)
+        tasks.append(asyncio.create_task(mini.weights.index.manifest(small)))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+    assert order[:4] == ["large", "small", "large", "small"]
 
 
 async def test_a_removal_that_a_kill_cut_off_is_ended_at_the_start(tmp_path: Path) -> None:
