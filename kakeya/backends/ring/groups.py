@@ -345,7 +345,8 @@ class RingGroups:
 
     async def _drop(self, group: LedGroup) -> None:
         """End a group for good: once, and to the end, also when a caller that waits leaves."""
-        if group.ending is None:
+        is_there = self._groups.get(group.spec.name) is group
+        if group.ending is None or (group.ending.done() and is_there):
             ending = asyncio.create_task(self._end(group), name=f"end {group.spec.name}")
             group.ending = ending
         await asyncio.shield(group.ending)
@@ -355,13 +356,10 @@ class RingGroups:
         for task in group.tasks:
             task.cancel()
         await asyncio.gather(*group.tasks, return_exceptions=True)
-        try:
-            await self._save()  # first: the next run of a node that is killed has no such wish
-            if group.model is not None:
-                await self._home.remove(group.model)
-        finally:
-            if self._groups.get(group.spec.name) is group:
-                del self._groups[group.spec.name]
+        await self._save()  # first: the next run of a node that is killed has no such wish
+        if group.model is not None:
+            await self._home.remove(group.model)
+        del self._groups[group.spec.name]  # only now: what is still there can be ended again
         event(_log, "ring group ended", group=group.spec.name)
 
     async def _save(self) -> None:

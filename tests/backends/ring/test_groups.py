@@ -15,7 +15,7 @@ from kakeya.backends.ring.groups import FILE, RingGroups
 from kakeya.backends.ring.spec import RingSeat, RingSpec
 from kakeya.backends.ring.state import PAUSES_S
 from kakeya.core.clock import SystemClock
-from kakeya.core.errors import Conflict, KakeyaError, PeerUnavailable
+from kakeya.core.errors import Conflict, InvariantBroken, KakeyaError, PeerUnavailable
 from kakeya.core.tasks import Supervisor
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import EMBEDDED_FOLDER
@@ -60,6 +60,7 @@ class Home:
         self.model = Model()
         self.served: list[Model] = []
         self.may_leave = asyncio.Event()
+        self.stays = False
 
     def add(self, *_: object) -> Model:
         self.served.append(self.model)
@@ -69,6 +70,8 @@ class Home:
         model.fault = "its engine is ended"
         model.room.set()
         await self.may_leave.wait()
+        if self.stays:
+            raise InvariantBroken("a model without an engine leaves memory", model.model_id)
         self.served.remove(model)
 
 
@@ -150,6 +153,21 @@ async def test_a_group_is_ended_wholly_though_its_caller_leaves(
     leader.home.may_leave.set()
     await until(lambda: not leader.home.served, "it is gone")
     await until(lambda: not leader.groups.status(), "its name is free")
+
+
+async def test_a_group_of_which_memory_stays_can_be_ended_again(tmp_path: Path) -> None:
+    leader = Leader(tmp_path)
+    leader.home.may_leave.set()
+    leader.home.model.room.set()
+    await leader.up()
+    leader.home.stays = True
+    with pytest.raises(InvariantBroken):
+        await leader.down()
+    assert leader.status()["state"] == "ending"
+    leader.home.stays = False
+    await leader.down()
+    assert leader.groups.status() == []
+    assert leader.home.served == []
 
 
 async def test_members_that_were_there_all_the_time_do_not_shorten_the_pause(
