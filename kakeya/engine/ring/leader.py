@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from kakeya.core.errors import ConfigError, KakeyaError, PeerProtocol, PeerUnavailable
 from kakeya.engine.ring.link import RingLink
-from kakeya.engine.ring.progress import BEAT_S, STUCK_S, RingProgress
+from kakeya.engine.ring.progress import BEAT_S, RingProgress
 
 JOIN_S = 60.0
 """All ranks are in the ring when the first one connects here."""
@@ -95,10 +95,14 @@ class RingLeader:
             raise ConfigError(self._failure)
         return [self._facts[rank] for rank in sorted(self._facts)]
 
-    def tell(self, *commands: Sequence[object], limit_s: float = STUCK_S) -> None:
-        """Send commands, of which the last one may take so long without a sign of getting on."""
+    def tell(
+        self, *commands: Sequence[object], tokens: int = 1, limit_s: float | None = None
+    ) -> None:
+        """Send commands, of which the last one computes so many tokens, and may take so long
+        without a sign of getting on; None = as those before it let expect."""
         for rank, link in self._links.items():
             with self._counting:
+                limit_s = self._progress.limit_s(tokens) if limit_s is None else limit_s
                 for _ in commands:
                     self._progress.sent(rank, self._timer(), limit_s)
             try:
@@ -120,16 +124,21 @@ class RingLeader:
             link.close()
 
     @contextmanager
-    def working(self, limit_s: float = STUCK_S) -> Iterator[None]:
-        """Compute the part of rank 0."""
+    def working(self, tokens: int = 1, *, limit_s: float | None = None) -> Iterator[None]:
+        """Compute the part of rank 0: a forward of so many tokens, or what takes `limit_s` at
+        most."""
+        began_s = self._timer()
         with self._counting:
-            self._progress.sent(0, self._timer(), limit_s)
+            self._progress.sent(0, began_s, limit_s or self._progress.limit_s(tokens))
         try:
             yield
         finally:
             with self._counting:
                 self._own_finished += 1
-                self._progress.finished(0, self._own_finished, self._timer())
+                now_s = self._timer()
+                if limit_s is None:
+                    self._progress.took(tokens, now_s - began_s)
+                self._progress.finished(0, self._own_finished, now_s)
 
     def _admit(self, link: RingLink) -> None:
         """Take a connection that knows the token; close any other."""

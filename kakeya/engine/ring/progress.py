@@ -12,7 +12,14 @@ BEAT_S = 0.5
 SILENT_S = 8.0
 """A rank that says nothing for so long is lost: it is stopped, or cut off."""
 STUCK_S = 8.0
-"""No forward of a served group takes so long: pieces of prompts are cut to a fraction of it."""
+"""A forward may always take so long, and `_SPARE` times as long as those before it did."""
+_SPARE = 4.0
+_FIRST_TOKEN_S = 0.1
+"""Of a piece of a prompt before one was measured: a large model on slow machines takes so long."""
+_PIECE_TOKENS = 16
+"""A forward of fewer is a step: its time hardly depends on their number."""
+_FADES = 0.9
+"""The slowest forward counts for less with each one that follows: the machine was busy, maybe."""
 LOAD_STUCK_S = 300.0
 """The same while a group is loaded and checked, when files are read behind the first forwards."""
 
@@ -25,6 +32,8 @@ class RingProgress:
         self._sent = [0] * ranks
         self._limit_s = LOAD_STUCK_S
         self._moved_s = 0.0
+        self._step_s = 0.0
+        self._token_s = 0.0
 
     def sent(self, rank: int, now_s: float, limit_s: float = STUCK_S) -> None:
         """A rank got one command more, and may be at it for `limit_s` without another count."""
@@ -32,6 +41,21 @@ class RingProgress:
             self._moved_s = now_s  # an idle group was not waited for
         self._sent[rank] += 1
         self._limit_s = limit_s
+
+    def limit_s(self, tokens: int) -> float:
+        """How long a forward of so many tokens may take."""
+        if tokens < _PIECE_TOKENS:
+            return max(STUCK_S, _SPARE * self._step_s)
+        if not self._token_s:
+            return STUCK_S + _FIRST_TOKEN_S * tokens
+        return max(STUCK_S, _SPARE * self._token_s * tokens)
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """Learn how long a forward took."""
+        if tokens < _PIECE_TOKENS:
+            self._step_s = max(seconds, _FADES * self._step_s)
+        else:
+            self._token_s = max(seconds / tokens, _FADES * self._token_s)
 
     def finished(self, rank: int, count: int, now_s: float) -> None:
         """A rank has finished so many commands."""

@@ -45,20 +45,20 @@ class RingCalls:
         self._later.append(call)
 
     @contextmanager
-    def told(self, *call: object) -> Iterator[None]:
-        """Tell a call that is computed meanwhile.
+    def told(self, *call: object, tokens: int = 1) -> Iterator[None]:
+        """Tell a call of so many tokens that is computed meanwhile.
 
         Raises DeviceLost where it fails: the other ranks may be past it.
         """
         calls = [self._later.popleft() for _ in range(len(self._later))]
-        self._leader.tell(*calls, call)
-        with self.computing():
+        self._leader.tell(*calls, call, tokens=tokens)
+        with self.computing(tokens):
             yield
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, tokens: int = 1) -> Iterator[None]:
         """Compute a call that was told, or is told later."""
-        with self._leader.working():
+        with self._leader.working(tokens):
             try:
                 yield
             except KakeyaError:
@@ -78,7 +78,7 @@ class LeaderVerifier(MlxVerifier):
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append tokens and wait until their KV is computed."""
-        with self._calls.told("prefill", self.number, list(tokens)):
+        with self._calls.told("prefill", self.number, list(tokens), tokens=len(tokens)):
             super().prefill(tokens)
 
     def launch(self, token: int | None, *, keeps_logits: bool = False) -> None:
@@ -94,7 +94,7 @@ class LeaderVerifier(MlxVerifier):
 
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one forward."""
-        with self._calls.told("verify", self.number, list(tokens)):
+        with self._calls.told("verify", self.number, list(tokens), tokens=len(tokens)):
             return super().verify(tokens)
 
     def trim(self, count: int) -> bool:
@@ -112,12 +112,17 @@ class LeaderForward:
     """Implements `engine.model.PromptForward`; the other ranks compute the same parts."""
 
     def __init__(
-        self, calls: RingCalls, begin: Callable[[], PromptForward], *given: object
+        self,
+        calls: RingCalls,
+        begin: Callable[[], PromptForward],
+        sequences: Sequence[int],
+        pieces: Sequence[Sequence[int]],
+        parts: int,
     ) -> None:
-        """`given` is told of the sequences, their pieces, and the parts."""
         self._calls = calls
         self._number = calls.name(self)
-        with calls.told("begin", self._number, *given):
+        self._tokens = sum(map(len, pieces))
+        with calls.told("begin", self._number, sequences, pieces, parts, tokens=self._tokens):
             self._inner = begin()
 
     @property
@@ -127,7 +132,7 @@ class LeaderForward:
 
     def advance(self) -> bool:
         """Compute the next part."""
-        with self._calls.told("advance", self._number):
+        with self._calls.told("advance", self._number, tokens=self._tokens):
             return self._inner.advance()
 
     def leave(self, state: SequenceState) -> None:

@@ -90,7 +90,7 @@ class RingRank:
             _compare(rank, facts, own)
         told(LoadPhase.CHECK)
         leader.tell(("check",), limit_s=LOAD_STUCK_S)
-        with leader.working(LOAD_STUCK_S):
+        with leader.working(limit_s=LOAD_STUCK_S):
             return RingModel(loaded, time.perf_counter() - began_s, fast, leader)
 
     def follow(self, fast: bool, told: LoadTeller) -> NoReturn:

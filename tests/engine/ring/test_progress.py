@@ -53,3 +53,19 @@ def test_a_load_may_take_longer_and_what_comes_behind_it_may_not() -> None:
     progress.finished(0, 1, STUCK_S)
     progress.sent(0, STUCK_S)
     assert progress.stuck(2 * STUCK_S)
+
+
+def test_a_forward_may_take_as_long_as_those_before_it_let_expect() -> None:
+    progress = RingProgress(2)
+    assert progress.limit_s(1) == progress.limit_s(15) == STUCK_S
+    assert progress.limit_s(512) > 50, "nothing is known of pieces yet"
+    progress.took(512, 2.0)
+    assert progress.limit_s(512) == STUCK_S, "a quick model is not waited for"
+    progress.took(64, 6.4)
+    assert progress.limit_s(512) >= 4 * 51.2
+    progress.took(1, 5.0)
+    assert progress.limit_s(1) == 20.0
+    for _ in range(100):
+        progress.took(1, 0.1)
+        progress.took(64, 0.1)
+    assert progress.limit_s(1) == progress.limit_s(512) == STUCK_S, "a stall is forgotten"
