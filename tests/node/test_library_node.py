@@ -20,7 +20,7 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PRINTED = "127.0.0.1:50051"
-DECODE, WATCH, PLAN, GENERATE = programs("library.md")
+DECODE, _PAIR, WATCH, PLAN, GENERATE = programs("library.md")
 PATIENT = "timeout_s=60"
 """A draft that comes later than after two seconds counts as a failure: here it is waited for."""
 

@@ -23,6 +23,7 @@ def canary_of(node: NodeProcess) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 async def test_a_group_of_which_one_rank_has_wrong_sums_is_ended_and_serves_nothing(
     tmp_path: Path,
 ) -> None:

@@ -208,9 +208,11 @@ def plan_fetch(
     token_s: float,
 ) -> KvFetch:
     """The KV behind the warm tokens that comes to a node from another one, where that is sooner
-    than computing it in `token_s` each; of several the one that saves most."""
+    than computing it in `token_s` each; of several the one that saves most, the first by its
+    id."""
     best, best_saved_s = NO_FETCH, 0.0
-    for holder in nodes if request.kv_bytes_per_token else ():
+    by_id = sorted(nodes, key=lambda one: one.node_id)
+    for holder in by_id if request.kv_bytes_per_token else ():
         tokens = min(holder.held_tokens, request.prompt_tokens - 1) - warm
         rate = node.kv_rates.get(holder.node_id, 0.0)
         if holder.node_id == node.node_id or tokens <= 0 or rate <= 0:

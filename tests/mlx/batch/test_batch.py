@@ -276,6 +276,7 @@ def exploding() -> LogitProcessors:
     return LogitProcessors(None, matcher)
 
 
+@own_arithmetic
 def test_a_grammar_that_explodes_ends_its_own_row_where_no_cache_can_be_trimmed(
     models: dict[str, LoadedModel],
 ) -> None:
