@@ -69,13 +69,12 @@ async def found(minis: Sequence[Mini], flags: Sequence[str]) -> None:
         await start(mini, flags, "--join", token)
 
 
-async def offered(minis: Sequence[Mini]) -> None:
-    """Wait until each machine offers the model to the first."""
-    front = minis[0]
+async def offered(front: Mini, machines: int) -> None:
+    """Wait until so many machines offer the model to the first."""
     async with asyncio.timeout(60):
         while True:
             nodes = (await asyncio.to_thread(get, front, "/api/v1/fleet"))["nodes"]
-            if sum(MODEL in str(node["models"]) for node in nodes) == len(minis):
+            if sum(MODEL in str(node["models"]) for node in nodes) == machines:
                 return
             await asyncio.sleep(0.5)
 
@@ -84,7 +83,7 @@ async def drill(minis: Sequence[Mini], folder: Path, minutes: float, seed: int) 
     """Run the clients and the faults; what became of the requests."""
     front, *others = minis
     await found(minis, FLAGS)
-    await offered(minis)
+    await offered(front, len(minis))
     async with client_of(HTTP) as openai:
         known = await undisturbed(openai)
     faults, until = Faults(random.Random(seed), FLAGS), _in(minutes)
@@ -108,6 +107,7 @@ async def ring_drill(minis: Sequence[Mini], folder: Path, minutes: float, seed: 
     nodes = ",".join(mini.node_id for mini in others)
     named = ("--nodes", nodes, "--split", "tensor", "--name", MODEL)
     await asyncio.to_thread(said, front, "ring", "up", FILES, *named)
+    await offered(front, 1)
     prompt = ("--prompt", "def main(argv):", "--max-tokens", "24")
     texts = [
         await asyncio.to_thread(said, mini, "generate", "--model", MODEL, *prompt) for mini in minis
