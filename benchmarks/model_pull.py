@@ -167,9 +167,9 @@ def main() -> None:
         disk_rate = size / median(found["disk"])
         link_rate = 1000 * MBIT * HEADERS if link == "1gbit" else float("inf")
         # On Linux `pid` is that of `ip netns exec`, which becomes the node.
-        cpu = {who: median(found[who]) / size * 1024 * MIB for who in ("source", "puller")}
+        cpu = {node: median(found[node]) / size * 1024 * MIB for node in ("source", "puller")}
         more = {
-            "one": {f"{who}_cpu_s_per_gib": seconds for who, seconds in cpu.items()},
+            "one": {f"{node}_cpu_s_per_gib": seconds for node, seconds in cpu.items()},
             "two": {},
             "both": {"sent_x": median(found["shared"]) / size},
         }

@@ -123,6 +123,8 @@ class RunTimes:
         for one in sorted(self._prompts):
             busy_s += max(0.0, one.ended_mono - max(one.began_mono, until_mono))
             until_mono = max(until_mono, one.ended_mono)
+        if not busy_s:  # shorter than the clock tells
+            return
         rate = sum(one.tokens for one in self._prompts) / busy_s
         if abs(rate - self.prefill_per_s) >= _CHANGED * self.prefill_per_s:
             self.prefill_per_s = round(rate, 1)

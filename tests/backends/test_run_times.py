@@ -107,6 +107,8 @@ def test_prompts_that_wait_for_each_other_tell_how_many_tokens_a_second_takes() 
     assert times.prefill_per_s == 0
     times.add(DecodeRequest(token_ids=[1] * 9, max_tokens=5), Usage(prefill_s=1, total_s=1), 1.0)
     assert times.prefill_per_s == 0, "a few tokens tell nothing"
+    instant = Usage(prefill_s=1e-12, total_s=1e-12)
+    RunTimes().add(DecodeRequest(token_ids=[1] * 99, max_tokens=5), instant, 1e5)
     for ended_s in (2.0, 4.0, 6.0):  # all came at once: each waited for those before
         request = DecodeRequest(token_ids=[1] * 220, max_tokens=5)
         usage = Usage(prefill_s=ended_s, total_s=ended_s, cached_tokens=20)
