@@ -14,6 +14,7 @@ from kakeya.mlx.library import mlx_pair
 from tests.mlx.diffusion.rig import write_drafter
 from tests.mlx.random_models import write_model
 from tests.mlx.ring.rig import LAUNCH, START_S, free_ports
+from tests.test_docs import programs
 
 
 def test_states_and_drafts_travel_by_send_and_recv_and_change_no_token(tmp_path: Path) -> None:
@@ -33,6 +34,21 @@ def test_states_and_drafts_travel_by_send_and_recv_and_change_no_token(tmp_path:
     assert found.pop("draft_ms") > 0
     assert all(run["is_equal"] and not run["problem"] for run in found.values()), found
     assert "drafted" in said
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_decodes(tmp_path: Path) -> None:
+    (program,) = [one for one in programs("library.md") if "mlx_pair" in one]
+    (tmp_path / "pair.py").write_text(program)
+    command = [
+        *(str(LAUNCH), "-n", "2", "--backend", "ring", "-p", str(free_ports(2)), "--"),
+        *(sys.executable, str(tmp_path / "pair.py")),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    tokens = next(line for line in said.splitlines() if "[" in line and "," in line)
+    assert len(json.loads(tokens[tokens.index("[") :])) == 32
 
 
 def test_a_process_in_no_group_is_told_how_to_start_two(tmp_path: Path) -> None:
