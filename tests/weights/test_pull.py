@@ -173,7 +173,7 @@ async def test_a_pull_without_a_source_ends_and_keeps_what_came(
         task = await begun(puller, "org/smol", 1)
         monkeypatch.setattr(pull, "PATIENCE_S", 0.5)
         await origin.server.stop(None)
-        with pytest.raises(PeerUnavailable, match=r"MiB of 14\.\d MiB are here: pull it again"):
+        with pytest.raises(PeerUnavailable, match=r"B of 14\.\d MiB are here: pull it again"):
             await task
         assert (puller.folder / PULLS).exists()
         await puller.weights.remove("org/smol", force=False)

@@ -24,10 +24,10 @@ from kakeya.gateway.http.edge import error_body
 from kakeya.gateway.http.tls import ServerTls
 
 HEAD_S = 5.0
-"""From the first byte on a connection, or none at all, to the end of the request's head."""
+"""From the first byte of a request to the end of its head."""
 HEAD_BYTES = 32 * KIB
 IDLE_S = 75.0
-"""A kept-alive connection without a request; longer than common proxies keep theirs."""
+"""A connection without a request, a new one too; longer than common proxies keep theirs."""
 LAST_S = 1.0
 """How long an idle connection may bring another request once its port was left: its client may have
 sent it before it knows."""
@@ -73,7 +73,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_head()
+        self._expect_head(IDLE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_whole()
@@ -82,7 +82,9 @@ class _Protocol(HttpToolsProtocol):
     def leave(self) -> None:
         """Close the connection once it is idle for a moment: a request may be on its way."""
         self._is_leaving = True
-        if self.cycle is not None and self.cycle.response_complete:
+        if self.cycle is None:
+            self._expect_head(self.head_s)
+        elif self.cycle.response_complete:
             self._part()
 
     def on_response_complete(self) -> None:
@@ -142,7 +144,7 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
-        self._expect_head()
+        self._expect_head(self.head_s)
 
     def on_url(self, url: bytes) -> None:
         self._count(url)
@@ -186,9 +188,9 @@ class _Protocol(HttpToolsProtocol):
         if self._head_bytes > HEAD_BYTES:  # the parser turns this into send_400_response
             raise ValueError(f"the request's head is over {HEAD_BYTES} bytes")
 
-    def _expect_head(self) -> None:
+    def _expect_head(self, within_s: float) -> None:
         self._head_is_whole()
-        self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
+        self._head_timer = self.loop.call_later(within_s, self.transport.close)
 
     def _head_is_whole(self) -> None:
         if self._head_timer is not None:

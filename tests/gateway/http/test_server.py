@@ -139,10 +139,19 @@ async def test_signal_handlers_are_left_alone(folder):
 async def test_a_head_that_does_not_come_is_not_waited_for_and_a_slow_answer_is(folder):
     slow = ToyModel(folder, pace=Pace(step_s=0.05))
     async with serving(slow, head_s=0.2) as served:
-        for beginning in (b"", b"GET /healthz HTTP/1.1\r\nHost:"):
-            async with asyncio.timeout(60):
-                assert await served.raw(beginning) == b""
+        async with asyncio.timeout(60):
+            assert await served.raw(b"GET /healthz HTTP/1.1\r\nHost:") == b""
         assert (await served.http.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_a_connection_without_a_byte_is_kept_and_serves(folder):
+    async with serving(ToyModel(folder), head_s=0.2) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        async with asyncio.timeout(60):  # a later connection with half a head is closed
+            assert await served.raw(b"GET /healthz HTTP/1.1\r\nHost:") == b""
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 OFFERS = {
