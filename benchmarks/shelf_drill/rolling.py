@@ -29,6 +29,7 @@ from kakeya.node.datadir import is_left
 
 _NODES, _CLIENTS, _SESSIONS = 4, 20, 4
 _BETWEEN_S = 5.0
+_LOOK_S = 0.2
 
 
 class RollingShelf:
@@ -109,9 +110,19 @@ async def _client(
                     await asyncio.sleep(pause_s)
 
 
+async def _watch_own_loop() -> None:
+    """Tell each time that the drill itself stood still: its clients were as late."""
+    while True:
+        due = time.monotonic() + _LOOK_S
+        await asyncio.sleep(_LOOK_S)
+        if (late_s := time.monotonic() - due) > 1.0:
+            print(f"{time.strftime('%T')} the drill stood still for {late_s:.1f} s", flush=True)
+
+
 async def roll(folder: Path, other: Path, seed: int, *, has_one_address: bool) -> Tally:
     """Drain and replace each node once, or the first one as often; what became of the requests."""
     shelf, tally, over = RollingShelf(folder, Path.cwd(), other), Tally(), asyncio.Event()
+    watching = asyncio.create_task(_watch_own_loop())
     try:
         for number in range(_NODES):
             node = shelf.make(number)
@@ -141,6 +152,7 @@ async def roll(folder: Path, other: Path, seed: int, *, has_one_address: bool) -
         over.set()
         await asyncio.gather(*clients)
     finally:
+        watching.cancel()
         for node in shelf.nodes:
             await node.stop()
     return tally
