@@ -58,6 +58,14 @@ class EngineRecipe(NamedTuple):
     others: Callable[[], AbstractAsyncContextManager[OtherRanks]] | None = None
 
 
+class PreparedModel(NamedTuple):
+    """A model that may be added: its spec, its folder or file, and its recipe."""
+
+    spec: ModelSpec
+    source: str
+    recipe: EngineRecipe
+
+
 def _on_backend(spec: ModelSpec, resolved: str | None) -> ModelSpec:
     """The spec with the backend that its files call for; None = it has none."""
     if resolved is None:
@@ -206,15 +214,11 @@ class Engines:
         self._memory = memory
         self._patience_s = patience_s
         engines = [spec for spec in self._specs if not spec.is_ngram]
+        self._llama_server = llama_server
         self.archive = SlotArchive()
         """The KV of conversations with GGUF models, which outlives their servers."""
         self._recipes = {
-            spec.model_id: _gguf_recipe(
-                spec, self.sources[spec.model_id], llama_server, self.archive
-            )
-            if spec.backend == LLAMA
-            else EngineRecipe(command(spec, self.sources[spec.model_id]))
-            for spec in engines
+            spec.model_id: self._recipe(spec, self.sources[spec.model_id]) for spec in engines
         }
         self._models = {spec.model_id: self._model(spec) for spec in engines}
         self.alone: dict[str, ResidentModel] = {}
@@ -257,29 +261,48 @@ class Engines:
             runtime_dir=self._sockets,
         )
 
-    def add_group(
-        self, spec: ModelSpec, others: Callable[[], AbstractAsyncContextManager[OtherRanks]]
-    ) -> ResidentModel:
-        """Add a model whose engine is rank 0 of a ring group. Raises ConfigError for files that
-        are not here, Conflict for the id of another model."""
-        if any(spec.model_id == one.model_id for one in self._specs):
-            raise Conflict(f"this node serves a model {spec.model_id!r} already; give another name")
-        folder = resolve(spec)
-        self._recipes[spec.model_id] = EngineRecipe(self._command(spec, folder), others=others)
-        self.sources[spec.model_id] = folder
-        self._specs = (*self._specs, spec)
-        self._models[spec.model_id] = self._model(spec)
-        self._add_alone(spec)
-        return self._models[spec.model_id]
+    def prepared(
+        self,
+        spec: ModelSpec,
+        others: Callable[[], AbstractAsyncContextManager[OtherRanks]] | None = None,
+    ) -> PreparedModel:
+        """What `add` takes; with `others` the engine is rank 0 of a ring group. Raises ConfigError
+        for files that are not here, Conflict for the id of another model."""
+        self._check_free(spec.model_id)
+        source = resolve(spec)
+        if others is not None:
+            recipe = EngineRecipe(self._command(spec, source), others=others)
+            return PreparedModel(spec, source, recipe)
+        spec = _on_backend(spec, source)
+        return PreparedModel(spec, source, self._recipe(spec, source))
 
-    def remove_group(self, model_id: str) -> None:
-        """Forget a model of `add_group`, which is not in memory."""
+    def add(self, made: PreparedModel) -> ResidentModel:
+        """Add one more model. Raises Conflict for the id of another one."""
+        name = made.spec.model_id
+        self._check_free(name)
+        self._recipes[name], self.sources[name] = made.recipe, made.source
+        self._specs = (*self._specs, made.spec)
+        self._models[name] = self._model(made.spec)
+        if made.recipe.others is not None:
+            self._add_alone(made.spec)
+        self._on_change()
+        return self._models[name]
+
+    def remove(self, model_id: str) -> None:
+        """Forget a model of `add`, which is not in memory."""
         self._specs = tuple(one for one in self._specs if one.model_id != model_id)
-        for gone in (model_id, self.alone.pop(model_id).model_id):
+        alone = self.alone.pop(model_id, None)
+        for gone in (model_id, *((alone.model_id,) if alone else ())):
             self._recipes.pop(gone, None)
             self.sources.pop(gone, None)
             self._models.pop(gone, None)
         self._on_change()
+
+    @property
+    def lasting_sources(self) -> Mapping[str, str]:
+        """As `sources`, without models that are loaded for requests alone."""
+        passing = {spec.model_id for spec in self._specs if spec.is_on_demand}
+        return {name: source for name, source in self.sources.items() if name not in passing}
 
     @property
     def fixed_kv_bytes(self) -> Mapping[str, int]:
@@ -343,6 +366,15 @@ class Engines:
             for model in self._offers()
             if model.facts is None and model.role is not ModelRole.PROPOSER and model.can_serve
         )
+
+    def _check_free(self, model_id: str) -> None:
+        if any(model_id == one.model_id for one in self._specs):
+            raise Conflict(f"this node serves a model {model_id!r} already; give another name")
+
+    def _recipe(self, spec: ModelSpec, source: str) -> EngineRecipe:
+        if spec.backend == LLAMA:
+            return _gguf_recipe(spec, source, self._llama_server, self.archive)
+        return EngineRecipe(self._command(spec, source))
 
     def _model(self, spec: ModelSpec) -> ResidentModel:
         return ResidentModel(

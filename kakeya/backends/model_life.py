@@ -45,7 +45,7 @@ class ModelLife:
         self._facts: ModelFacts | None = None
         self.failures = ModelFailures(spec.model_id, mono)
         self._earlier_restarts = 0
-        self._is_expected = True
+        self._is_expected = not spec.is_on_demand
         self._is_settled = False
         self._rests = False
         self._ending: EngineBackend | None = None
@@ -65,6 +65,11 @@ class ModelLife:
     def role(self) -> ModelRole:
         """The role for which the model is served."""
         return self._spec.role
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether it is loaded for requests alone."""
+        return self._spec.is_on_demand
 
     @property
     def category(self) -> Category:
@@ -199,6 +204,8 @@ class ModelLife:
     def may_come_back(self) -> bool:
         """Whether the model is loaded without a request when there is room: a drafter unless it
         left for idleness and no draft was asked since, others only if they were never tried."""
+        if self.is_on_demand:
+            return False
         if self.role is ModelRole.PROPOSER:
             return self.failures.may_load and not self._rests
         return self._facts is None and not self.failures.reason

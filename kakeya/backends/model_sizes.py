@@ -38,16 +38,16 @@ class ModelSizes:
         """Keep what was measured. Blocks; raises OSError."""
         self._file.save(records)
 
-    async def estimate(
+    async def sized(
         self,
         sources: Mapping[str, tuple[str, str]],
         budget: int,
         *,
         stated_bytes: Mapping[str, int],
         fixed_kv_bytes: Mapping[str, int],
-    ) -> None:
-        """Size the lease of each model. Raises as `lease_sizes`."""
-        found = await asyncio.to_thread(
+    ) -> Mapping[str, LeaseSize]:
+        """Size the lease of each model; it is not noted. Raises as `lease_sizes`."""
+        return await asyncio.to_thread(
             lease_sizes,
             sources,
             budget,
@@ -57,7 +57,6 @@ class ModelSizes:
             fixed_kv_bytes=fixed_kv_bytes,
             platform=sys.platform,
         )
-        self._by_id.update(found)
 
     def add(self, model_id: str, size: LeaseSize) -> None:
         """Size one more model."""

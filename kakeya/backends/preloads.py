@@ -61,7 +61,7 @@ class Preloads:
                 pass
 
     async def _preload(self, model: ResidentModel) -> None:
-        if not model.failures.may_load:
+        if model.is_on_demand or not model.failures.may_load:
             return
         terms = DRAFT_TERMS if model.role is ModelRole.PROPOSER else PLAIN
         if not await self._arbiter.preload(model.capability, model.model_id, terms):

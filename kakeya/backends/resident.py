@@ -135,7 +135,9 @@ class ResidentModel(ModelLife):
         state = self.state
         if state is ModelState.READY:
             return True
-        is_away = state is ModelState.UNLOADED or (state is ModelState.LOADING and self.facts)
+        # A first load without a request may find no room; one that a request began has its room.
+        is_sure = bool(self.facts) or self.is_on_demand
+        is_away = state is ModelState.UNLOADED or (state is ModelState.LOADING and is_sure)
         if not is_away or (self.role is ModelRole.PROPOSER and not self._rests):
             return False
         return self._memory.would_grant(self.capability, self.model_id)

@@ -37,7 +37,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     pull.add_argument("--keep", action="store_true", help="exempt it from clean-ups")
     remove = _action(actions, "rm", "remove a model that a pull brought")
     remove.add_argument("name", metavar="MODEL")
-    remove.add_argument("--force", action="store_true", help="even if it is loaded or configured")
+    remove.add_argument("--force", action="store_true", help="even if it is in use or configured")
     where = _action(actions, "where", "tell which nodes have a model")
     where.add_argument("name", metavar="MODEL")
 
@@ -104,6 +104,9 @@ def _list(folder: Path, *, as_json: bool) -> int:
             _age(one.last_used_unix),
         )
     Console().print(table if models else "no models on the disks of this node and its peers")
+    for one in models:
+        if one.unserved:
+            print(_plain(f"{one.name} is not served: {one.unserved}"), file=sys.stderr)
     for peer, reason in silent.items():
         print(_plain(f"{peer} did not answer: {reason}"), file=sys.stderr)
     return 0
@@ -254,6 +257,7 @@ def _told(one: ModelFilesEntry) -> dict[str, object]:
         "is_configured": one.is_configured,
         "is_pulled": one.is_pulled,
         "is_kept": one.is_kept,
+        "unserved": one.unserved,
         "last_used_unix": one.last_used_unix,
         "peers": list(one.peers),
         "fetching": list(one.fetching),

@@ -13,6 +13,8 @@ NGRAM: ModelId = ModelId("ngram")
 """Reserved on the wire for the model-free prompt-lookup proposer."""
 BLOCK_DIFFUSION = "kakeya_block_diffusion"
 """`model_type` in the config.json of a drafter that fills blocks of masks."""
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
+"""`model_type` of the models that make embeddings."""
 
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 

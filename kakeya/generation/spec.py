@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kakeya.core.errors import ConfigError
 from kakeya.core.gguf import gguf_files
-from kakeya.core.ids import BLOCK_DIFFUSION, NGRAM
+from kakeya.core.ids import BLOCK_DIFFUSION, ENCODERS, NGRAM
 from kakeya.core.settings import Illegal
 from kakeya.generation.manifest import DIFFUSERS, MLX, NO_MANIFEST, Category, Manifest
 
@@ -58,13 +58,14 @@ _CATEGORY_OF = {
 class ModelSpec:
     """One model to serve: the name that callers use, its source as configured, its role, and its
     manifest as the node was started with it. `ring` are the flags of its ranks, () = one process
-    holds it."""
+    holds it; one `is_on_demand` is loaded for requests alone, never ahead of them."""
 
     model_id: str
     source: str
     role: ModelRole
     manifest: Manifest = NO_MANIFEST
     ring: tuple[str, ...] = ()
+    is_on_demand: bool = False
 
     @property
     def category(self) -> Category:
@@ -115,6 +116,13 @@ def where_pulled(spec: ModelSpec, folder: Path) -> ModelSpec:
     return replace(_spec(spec.model_id, str(path), spec.role), manifest=spec.manifest)
 
 
+def pulled_model(name: str, path: Path) -> ModelSpec:
+    """The spec of a model that a pull brought, in the role that its files call for. Blocks."""
+    kind = _kind(path)
+    role = ModelRole.EMBEDDER if kind in ENCODERS else ModelRole.VERIFIER
+    return replace(_spec(name, str(path), role), is_on_demand=True)
+
+
 def resolve(spec: ModelSpec) -> str:
     """Return the folder, the GGUF file, or the Hugging Face id, that an engine loads; of a folder
     with a GGUF file, that file. Raises ConfigError."""
@@ -150,11 +158,16 @@ def _snapshot(folder: Path) -> Path:
 
 def _only_drafts(folder: Path) -> bool:
     """Whether a folder holds a drafter that fills blocks of masks. Blocks."""
+    return _kind(folder) == BLOCK_DIFFUSION
+
+
+def _kind(folder: Path) -> str:
+    """The kind of the model in a folder, "" = it says none. Blocks."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == BLOCK_DIFFUSION
+        return ""
+    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
 
 
 def is_gguf(resolved: str) -> bool:

@@ -26,11 +26,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from kakeya.core.errors import ConfigError
+from kakeya.core.ids import ENCODERS
 from kakeya.core.units import ENCODER_SCORE_BYTES
 
 Pooling = Literal["mean", "cls", "max"]
 _Kind = TypeVar("_Kind", dict[str, Any], list[Any])
-_POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
+_POSITIONS_BEHIND_PADDING = tuple(kind for kind in ENCODERS if kind != "bert")
 """Model types whose first position is that behind the padding token's id."""
 _OVER = (1.97482765e-06, 2.88042474e-04, 4.00367881e-03, 0.0534675763, 1.96249705e-01, 1.12837898)
 _UNDER = (3.74808943e-05, 1.21636858e-03, 1.54444858e-02, 1.1647673e-01, 5.07252931e-01, 1.0)
@@ -92,8 +93,8 @@ def read_config(folder: Path) -> EncoderConfig:
     """Read the architecture from the files of a folder. Raises ConfigError naming what is wrong."""
     config = _json(folder / "config.json", dict)
     kind = config.get("model_type")
-    if kind not in ("bert", *_POSITIONS_BEHIND_PADDING):
-        known = ", ".join(("bert", *_POSITIONS_BEHIND_PADDING))
+    if kind not in ENCODERS:
+        known = ", ".join(ENCODERS)
         raise ConfigError(
             f"{folder} holds a model of type {kind!r}; embeddings are computed by {known}"
         )

@@ -21,6 +21,7 @@ from pathlib import Path
 from socket import socket
 from typing import Self
 
+from kakeya.backends.added.pulled import PulledModels
 from kakeya.backends.awake import StayAwake
 from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engines import EngineCommand, sockets_folder
@@ -34,6 +35,7 @@ from kakeya.core.host import join_address, platform_name, unified_memory_bytes
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, sleep_or_wake
 from kakeya.dispatch.capabilities import Capabilities
+from kakeya.dispatch.directory import VerifierDirectory, failed_addresses
 from kakeya.dispatch.jobs import node_jobs
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.relays import offered
@@ -54,7 +56,6 @@ from kakeya.memory.estimate.size_file import hub_folder
 from kakeya.node.card import NodeFacts, make_offer
 from kakeya.node.control import control_socket
 from kakeya.node.datadir import LIVE, DataDir, RunInfo
-from kakeya.node.directory import VerifierDirectory, failed_addresses
 from kakeya.node.fleet import Chances, NodeFleet
 from kakeya.node.handover import DrainedHttp
 from kakeya.node.https import NodeHttps, check_http_start
@@ -170,6 +171,21 @@ class Agent:
         self._ring_address = probe_ring_environment().ring_address()
         self._incarnation = 0
         await self._listen(stack, identity)
+        self._weights = NodeWeights(
+            self._config.weights,
+            self._plane,
+            data_dir=self._folder,
+            hub=hub_folder(os.environ, Path.home()),
+            configured=lambda: {**self._engines.lasting_sources, **self._memory.images.sources},
+            loaded=self._engines.loaded,
+            on_change=self._changed.set,
+            clock=self._clock,
+        )
+        stack.push_async_callback(self._weights.aclose)
+        home = self._memory.model_home()
+        self._pulled = PulledModels(home, self._weights)
+        if self._config.weights.serve:
+            await self._pulled.open()
         self._pages = await stack.enter_async_context(
             NodePages(
                 self._config.adapters,
@@ -181,18 +197,8 @@ class Agent:
                 rng=self._rng,
             )
         )
-        self._weights = NodeWeights(
-            self._config.weights,
-            self._plane,
-            data_dir=self._folder,
-            hub=hub_folder(os.environ, Path.home()),
-            configured=lambda: {**self._engines.sources, **self._memory.images.sources},
-            loaded=self._engines.loaded,
-            on_change=self._changed.set,
-            clock=self._clock,
-        )
-        stack.push_async_callback(self._weights.aclose)
-        self._engines.follow(lambda model: self._weights.used(model.model_id))
+        sources = self._engines.sources
+        self._engines.follow(lambda one: self._weights.used(sources.get(one.model_id, "")))
         verifiers = self._engines.of_role(ModelRole.VERIFIER)
         for model in verifiers:
             model.on_usage = self._suspect_failed_drafters
@@ -202,8 +208,7 @@ class Agent:
             self._engines.of_role(ModelRole.EMBEDDER),
             tuple(self._memory.images.by_id.values()),
         )
-        home = self._memory.group_home()
-        home.opened, home.closed = self._group_opened, self._models.remove
+        home.opened, home.closed = self._model_opened, self._models.remove
         self._rings = node_rings(
             home,
             self._plane,
@@ -270,6 +275,7 @@ class Agent:
         self._jobs.start(self._tasks)
         self._services.start(self._tasks, self._changed.set)
         self._weights.start(self._tasks)
+        self._pulled.start(self._tasks)
         self._https.start(self._tasks)
         self._tasks.start("listeners", self._listeners.watch)
         self._tasks.start("models", self._follow_changes)
@@ -347,7 +353,9 @@ class Agent:
                 problem=problem.message,
             )
 
-    def _group_opened(self, model: ResidentModel) -> None:
+    def _model_opened(self, model: ResidentModel) -> None:
+        if model.is_on_demand:  # the KV of ring groups lies in no pages
+            model.prefixes = self._pages.prefixes
         model.on_usage = self._suspect_failed_drafters
         self._models.add(model)
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from kakeya.backends.added.home import ModelHome
 from kakeya.backends.care import PanicCare
 from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.watch import EngineWatch
@@ -34,7 +35,6 @@ from kakeya.backends.model_sizes import ModelSizes
 from kakeya.backends.preloads import Preloads
 from kakeya.backends.resident import ResidentModel
 from kakeya.backends.ring.canary_node import GroupChecks
-from kakeya.backends.ring.home import GroupHome
 from kakeya.backends.ring.own_share import OwnShare
 from kakeya.backends.sizes import check_named, check_pinned, node_budget
 from kakeya.core.clock import Clock
@@ -141,7 +141,7 @@ class NodeMemory:
             patience_s=setup.wait_s,
             llama_server=setup.llama_server,
         )
-        verifiers = self.engines.of_role(ModelRole.VERIFIER)
+        verifiers = partial(self.engines.of_role, ModelRole.VERIFIER)
         self.share = OwnShare(self.arbiter.status, verifiers, self.engines.sources)
         self._checks = GroupChecks(self.engines, self.arbiter, data_dir=data_dir, clock=clock)
         self.dispatched = DispatchedPressure(mono=clock.mono)
@@ -211,9 +211,9 @@ class NodeMemory:
         if self._reports:
             tasks.start("memory profile", self._read_reports)
 
-    def group_home(self) -> GroupHome:
-        """Where ring groups become models of this node."""
-        return GroupHome(self.engines, self._sizes, self.arbiter, self._checks, self._clock)
+    def model_home(self) -> ModelHome:
+        """Where ring groups and models that were pulled become models of this node."""
+        return ModelHome(self.engines, self._sizes, self.arbiter, self._checks, self._clock)
 
     @property
     def profile(self) -> Profile:
@@ -289,12 +289,14 @@ class NodeMemory:
             if (size := model.manifest.size_bytes) is not None
         }
         folders = {**self.engines.sources, **self.images.sources}
-        await self._sizes.estimate(
+        sized = await self._sizes.sized(
             {model.model_id: (folders[model.model_id], model.capability) for model in self._all()},
             self.arbiter.status().budget_bytes,
             stated_bytes=dict(self._config.stated_bytes) | stated,
             fixed_kv_bytes=self.engines.fixed_kv_bytes,
         )
+        for model_id, lease in sized.items():
+            self._sizes.add(model_id, lease)
         await self._sizes.estimate_alone(
             self.engines.alone, self.engines.sources, self.arbiter.status().budget_bytes
         )
@@ -344,7 +346,8 @@ class NodeMemory:
             )
 
     def _check_pinned(self) -> None:
-        texts = [model.model_id for model in self.engines.of_role(ModelRole.VERIFIER)]
+        verifiers = self.engines.of_role(ModelRole.VERIFIER)
+        texts = [model.model_id for model in verifiers if not model.is_on_demand]
         check_pinned(self._pinned(), self._sizes.by_id, texts, self.arbiter.status().budget_bytes)
 
     def _pinned(self) -> frozenset[str]:

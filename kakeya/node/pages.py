@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -81,14 +82,14 @@ class NodePages:
                     rng=self._rng,
                 )
             )
-            models = self._memory.engines.of_role(ModelRole.VERIFIER)
+            verifiers = partial(self._memory.engines.of_role, ModelRole.VERIFIER)
             self.prefixes = await stack.enter_async_context(
                 NodePrefixes(
                     self.arena,
                     memory_bytes=self._precache_config.memory_bytes,
                     disk_bytes=self._precache_config.disk_bytes,
                     data_dir=self._data_dir,
-                    served=lambda: [one.model_id for one in models],
+                    served=lambda: [one.model_id for one in verifiers()],
                     adapters=lambda: {one.digest for one in self.adapters.manager.records()},
                     adapter_digest=self.adapters.manager.digest_of,
                     clock=self._clock,
@@ -101,7 +102,7 @@ class NodePages:
                 PrefixStart(self.prefixes, clock=self._clock)
             )
             self.adapters.manager.follow(self.prefixes.adapter_retired)
-            for model in models:
+            for model in verifiers():
                 model.prefixes = self.prefixes
             archive = self._memory.engines.archive
             archive.open(self.prefixes.store, self.prefixes.names.weights)

@@ -25,6 +25,7 @@ from kakeya.decoding.ngram.ngram import NGramProposer
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService
 from kakeya.dispatch.clients import Clients
+from kakeya.dispatch.directory import VerifierDirectory
 from kakeya.dispatch.drain import NodeDrain
 from kakeya.dispatch.peers.held_answers import HeldAnswers
 from kakeya.dispatch.peers.neighbours import ServingPeers
@@ -40,7 +41,6 @@ from kakeya.dispatch.routed.relays import RoutedRelays
 from kakeya.fleet.placement.draft_sources import FleetDrafts
 from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
-from kakeya.node.directory import VerifierDirectory
 from kakeya.node.doctor import Doctor
 from kakeya.node.fleet import NodeFleet
 from kakeya.node.handover import DrainedHttp

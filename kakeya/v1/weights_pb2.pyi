@@ -318,6 +318,7 @@ class ModelFilesEntry(_message.Message):
     LAST_USED_UNIX_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     FETCHING_FIELD_NUMBER: _builtins.int
+    UNSERVED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     bytes: _builtins.int
     digest: _builtins.str
@@ -329,6 +330,8 @@ class ModelFilesEntry(_message.Message):
     is_kept: _builtins.bool
     last_used_unix: _builtins.float
     """Wall clock; 0 = not known."""
+    unserved: _builtins.str
+    """Why this node does not serve it though it was pulled; "" = it does."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The peers that have all of it, and those that fetch it, by label."""
@@ -349,10 +352,11 @@ class ModelFilesEntry(_message.Message):
         last_used_unix: _builtins.float = ...,
         peers: _abc.Iterable[_builtins.str] | None = ...,
         fetching: _abc.Iterable[_builtins.str] | None = ...,
+        unserved: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "fetching", b"fetching", "is_configured", b"is_configured", "is_kept", b"is_kept", "is_loaded", b"is_loaded", "is_pulled", b"is_pulled", "last_used_unix", b"last_used_unix", "name", b"name", "path", b"path", "peers", b"peers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "fetching", b"fetching", "is_configured", b"is_configured", "is_kept", b"is_kept", "is_loaded", b"is_loaded", "is_pulled", b"is_pulled", "last_used_unix", b"last_used_unix", "name", b"name", "path", b"path", "peers", b"peers", "unserved", b"unserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

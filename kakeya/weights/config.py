@@ -28,6 +28,11 @@ class WeightsConfig:
         number(0, 1_000_000, "MB/s"),
         0.0,
     )
+    serve: bool = setting(
+        "models that were pulled are served by their names, and loaded for requests (true)",
+        switch,
+        True,
+    )
     peers: bool = setting("peers may fetch this node's models (true)", switch, True)
 
     def models_folder(self, data_dir: Path) -> Path:

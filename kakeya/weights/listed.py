@@ -70,14 +70,16 @@ def uses(
     model: FoundModel, configured: Mapping[str, str], loaded: Collection[str]
 ) -> tuple[str, str]:
     """The name by which a model is loaded, and that by which the configuration has it; "" =
-    neither. Blocks."""
+    neither. One that a pull brought is loaded by its own name, too. Blocks."""
     real = model.path.resolve()
     names = [
         name
         for name, source in configured.items()
         if source == model.name or real in _paths(source)
     ]
-    return next((name for name in names if name in loaded), ""), next(iter(names), "")
+    is_own = model.record is not None and model.name not in configured
+    served = [*names, model.name] if is_own else names
+    return next((name for name in served if name in loaded), ""), next(iter(names), "")
 
 
 def pulled_models(

@@ -158,6 +158,7 @@ class Pull:
         path = await asyncio.to_thread(self._made.finish, record)
         await asyncio.to_thread(drop_parts, self._tools.folder, record.name)
         await self._tools.index.learn(path, manifest)
+        await self._tools.changed()
         self._meter.tell(phase="done", done_bytes=manifest.bytes, path=str(path))
         return path
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
@@ -50,6 +50,11 @@ class ModelsOfNode(Protocol):
 
     async def listed(self) -> tuple[Sequence[ListedModel], Mapping[str, str]]:
         """Those of the fleet, and why peers did not tell theirs."""
+        ...
+
+    @property
+    def unserved(self) -> Callable[[str], str]:
+        """Why a model that was pulled is not served, by its name."""
         ...
 
     def uses(self, model: FoundModel) -> tuple[str, str]:
@@ -233,4 +238,5 @@ class ModelFilesService(ModelFilesServiceServicer):
             entry.is_loaded, entry.is_configured = bool(loaded), bool(configured)
             entry.is_pulled, entry.is_kept = record is not None, record is not None and record.keep
             entry.last_used_unix = used_at(one.found.path)
+            entry.unserved = self._models.unserved(one.found.name) if record is not None else ""
         return entry

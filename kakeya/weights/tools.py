@@ -15,7 +15,7 @@ from kakeya.weights.schedule import RateBound
 @dataclass(slots=True, kw_only=True)
 class PullTools:
     """What every fetch of a node uses. `make_room` frees the budget for the fetch into a folder of
-    this name."""
+    this name; `changed` hears of each model that came."""
 
     folder: Path
     index: WeightIndex
@@ -23,6 +23,7 @@ class PullTools:
     bound: RateBound
     clock: Clock
     make_room: Callable[[str], Awaitable[None]]
+    changed: Callable[[], Awaitable[None]]
     counts: dict[str, int] = field(default_factory=dict)
 
     def count(self, what: str, number: int = 1) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
+from typing import Protocol
 
 import grpc.aio
 
@@ -42,9 +43,22 @@ from kakeya.weights.tools import PullTools
 MOST_PULLS = 4
 
 
+class Leaves(Protocol):
+    """The end of a model's service."""
+
+    async def __call__(self, found: FoundModel, *, is_forced: bool) -> None:
+        """Raises Conflict while it is in use, unless `is_forced`."""
+        ...
+
+
 class NodeWeights:
-    """See the module; lives on the event loop. `configured` tells the paths of this node's models
-    by name, `loaded` the names of those in memory."""
+    """See the module; lives on the event loop. `configured` tells the paths of the models of this
+    node's configuration by name, `loaded` the names of all that are in memory.
+
+    The part that serves pulled models sets `changed`, called when one came or went, `leaves`,
+    called before one goes, which raises Conflict for one in use, and `unserved`, why one is not
+    served.
+    """
 
     def __init__(
         self,
@@ -76,10 +90,14 @@ class NodeWeights:
             bound=RateBound(config.pull_mb_per_s * MIB),
             clock=clock,
             make_room=self._make_room,
+            changed=lambda: self.changed(),
         )
         self._pulls: dict[str, tuple[Pull, asyncio.Task[Path]]] = {}
         self._followers: dict[str, int] = {}
         self._making_room = asyncio.Lock()
+        self.changed: Callable[[], Awaitable[None]] = _nothing
+        self.leaves: Leaves = _nothing
+        self.unserved: Callable[[str], str] = lambda name: ""
         self._service = WeightsService(self)
         self._owner = ModelFilesService(self)
 
@@ -109,9 +127,8 @@ class NodeWeights:
         """The fetches under way."""
         return tuple(pull for pull, task in self._pulls.values() if not task.done())
 
-    def used(self, name: str) -> None:
+    def used(self, source: str) -> None:
         """Note that a model of this node is used now: it is loaded, or leaves memory."""
-        source = self.configured().get(name, "")
         asyncio.get_running_loop().run_in_executor(None, note_use, source)
 
     # --- fetch
@@ -176,7 +193,7 @@ class NodeWeights:
     async def remove(self, name: str, *, force: bool) -> tuple[Path, int]:
         """Remove a model that a pull brought; return where it lay, and its bytes.
 
-        Raises InvalidArgument, NotFound, Conflict for one that no pull brought, or that is loaded
+        Raises InvalidArgument, NotFound, Conflict for one that no pull brought, or that is in use
         or configured, unless `force`.
         """
         check_model_name(name)
@@ -190,11 +207,12 @@ class NodeWeights:
             )
         model = pulled[0]
         loaded, configured = await asyncio.to_thread(self.uses, model)
-        if (loaded or configured) and not force:
+        if configured and not force:
             reason = (
                 f"it is loaded as {loaded}" if loaded else f"the node serves it as {configured}"
             )
             raise Conflict(f"{name} is not removed: {reason}; --force removes it nevertheless")
+        await self.leaves(model, is_forced=force)
         await self._drop(model.path)
         return model.path, model.bytes
 
@@ -216,6 +234,7 @@ class NodeWeights:
             raise disk_error(problem, path) from problem
         finally:
             await self.index.models(anew=True)
+            await self.changed()
         self._tools.count("removed")
 
     async def _make_room(self, part: str) -> None:
@@ -237,7 +256,10 @@ class NodeWeights:
             needed = missing.pop(part, 0)
             for one, size in missing.items():
                 pulled.append(PulledModel(path=one, bytes=size, used_at=0.0, is_spared=True))
+            whole = {str(model.path): model for model in models}
             for path in to_remove(pulled, needed, self._config.disk_bytes):
+                if path in whole:
+                    await self.leaves(whole[path], is_forced=False)
                 await self._drop(Path(path))
 
     # --- what is told
@@ -271,3 +293,7 @@ class NodeWeights:
         yield counter(
             "kakeya_weights_hashed_bytes", "Bytes read for digests", self.index.hashed_bytes
         )
+
+
+async def _nothing(found: FoundModel | None = None, *, is_forced: bool = False) -> None:
+    """Pulled models are not served."""

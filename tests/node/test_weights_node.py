@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kakeya.generation.spec import EMBEDDED_FOLDER
-from tests.node.nodes import QUICK, NodeProcess, run_cli, seen_by
+from tests.node.nodes import QUICK, NodeProcess, model_state, run_cli, seen_by
 from tests.waiting import eventually
 from tests.weights.world import content, make_model
 
@@ -85,25 +86,75 @@ async def test_kills_of_both_sides_cost_a_pull_nothing_that_it_had(
                 assert content(Path(last["path"])) == content(models / NAME)
 
 
-async def test_a_pulled_model_is_served_by_its_name(tmp_path: Path) -> None:
+def served(node: NodeProcess) -> set[str]:
+    return {one["id"] for one in node.api.get("/v1/models")["data"]}
+
+
+async def answer(node: NodeProcess, model: str, tokens: int = 3) -> list[Any]:
+    body = {"model": model, "prompt": "def ", "max_tokens": tokens, "stream": True}
+    return [*await asyncio.to_thread(list, node.api.stream("/v1/completions", body))]
+
+
+async def test_a_pulled_model_is_served_until_it_is_removed(tmp_path: Path) -> None:
+    """At once, by any node, after a restart, and not after its removal, which waits for its
+    requests."""
     source, sink = tmp_path / "source", tmp_path / "sink"
     copied = source / "data" / "models" / "copy"
     await asyncio.to_thread(shutil.copytree, EMBEDDED_FOLDER / "kakeya-tiny", copied)
-    async with NodeProcess(source, "--node-id", "source", "--proposer", "ngram", *QUICK) as first:
-        peers = ("--node-id", "sink", "--peer", first.grpc, *QUICK)
-        async with NodeProcess(sink, *peers, "--proposer", "ngram") as puller:
+    drafts = ("--proposer", "ngram", *QUICK)
+    async with NodeProcess(source, "--node-id", "source", *drafts) as first:
+        peers = ("--node-id", "sink", "--peer", first.grpc, *drafts)
+        async with NodeProcess(sink, *peers) as puller:
             await eventually("the nodes know each other", lambda: "source" in seen_by(puller))
+            assert "copy" not in await asyncio.to_thread(served, puller)
             last = await cli("models", "pull", "copy", "--data-dir", data(sink))
             assert last["phase"] == "done"
             (where,) = (await cli("models", "where", "copy", "--data-dir", data(source)))["models"]
             assert where["peers"] == ["sink"]
-        async with NodeProcess(sink, *peers, "--model", "copy") as served:
-            body = {"model": "copy", "prompt": "def ", "max_tokens": 3, "stream": True}
-            assert [*await asyncio.to_thread(list, served.api.stream("/v1/completions", body))]
+            assert "copy" in await asyncio.to_thread(served, puller)
+            assert (await asyncio.to_thread(model_state, puller, "copy"))["state"] == "unloaded"
+            await eventually("the fleet has it", lambda: "copy" in served(first))
+            assert len(await answer(first, "copy")) > 3
+            assert (await asyncio.to_thread(model_state, puller, "copy"))["state"] == "ready"
+        async with NodeProcess(sink, *peers) as again:
+            assert (await asyncio.to_thread(model_state, again, "copy"))["state"] == "unloaded"
+            removing = ("models", "rm", "copy", "--data-dir", data(sink))
+            stream = asyncio.create_task(answer(again, "copy", 800))
+            await eventually("it answers", lambda: model_state(again, "copy")["running"])
+            engine = model_state(again, "copy")["pid"]
+            os.kill(engine, signal.SIGSTOP)  # the answer is not over before the removal is refused
+            refused = await asyncio.to_thread(run_cli, *removing)
+            os.kill(engine, signal.SIGCONT)
+            assert refused.returncode == 1
+            assert "copy is in use on this node" in refused.stderr
+            assert any(one["choices"][0]["finish_reason"] for one in await stream)
+            removed = await cli(*removing)
+            assert not await asyncio.to_thread(Path(removed["path"]).exists)
+            assert "copy" not in await asyncio.to_thread(served, again)
+        async with NodeProcess(sink, *peers) as last_one:
+            assert "copy" not in await asyncio.to_thread(served, last_one)
+
+
+async def test_a_pulled_model_may_be_configured_or_left_alone(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    source, sink = tmp_path / "source", tmp_path / "sink"
+    copied = source / "data" / "models" / "copy"
+    await asyncio.to_thread(shutil.copytree, EMBEDDED_FOLDER / "kakeya-tiny", copied)
+    async with NodeProcess(source, "--node-id", "source", "--proposer", "ngram", *QUICK) as first:
+        own = ("--node-id", "sink", "--peer", first.grpc, *QUICK)
+        monkeypatch.setenv("KAKEYA_WEIGHTS_SERVE", "false")
+        async with NodeProcess(sink, *own, "--proposer", "ngram") as puller:
+            await eventually("the nodes know each other", lambda: "source" in seen_by(puller))
+            await cli("models", "pull", "copy", "--data-dir", data(sink))
+            assert "copy" not in await asyncio.to_thread(served, puller)
+        monkeypatch.delenv("KAKEYA_WEIGHTS_SERVE")
+        async with NodeProcess(sink, *own, "--model", "other=copy") as node:
+            assert await asyncio.to_thread(served, node) == {"other"}
             refused = await asyncio.to_thread(
                 run_cli, "models", "rm", "copy", "--data-dir", data(sink)
             )
             assert refused.returncode == 1
-            assert "it is loaded as copy" in refused.stderr
+            assert "the node serves it as other" in refused.stderr
             removed = await cli("models", "rm", "copy", "--force", "--data-dir", data(sink))
             assert not await asyncio.to_thread(Path(removed["path"]).exists)

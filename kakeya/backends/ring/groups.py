@@ -19,13 +19,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kakeya.backends.added.home import ModelHome
 from kakeya.backends.engine.failures import GroupRefused
 from kakeya.backends.engines import EngineCommand, sockets_folder
 from kakeya.backends.resident import ResidentModel
 from kakeya.backends.ring import weights
 from kakeya.backends.ring.calls import RingPeers
 from kakeya.backends.ring.formation import Formation
-from kakeya.backends.ring.home import GroupHome
 from kakeya.backends.ring.host import RankHost, lends_not
 from kakeya.backends.ring.spec import RingSpec
 from kakeya.backends.ring.state import GroupPhase, GroupState
@@ -114,7 +114,7 @@ class RingGroups:
 
     def __init__(
         self,
-        home: GroupHome,
+        home: ModelHome,
         peers: RingPeers,
         host: RankHost,
         *,
@@ -326,7 +326,7 @@ class RingGroups:
         pinned = replace(
             spec.model(), source=str(folder), manifest=Manifest(pin=True, may_displace_text=True)
         )
-        group.model = self._home.add(pinned, group.formation.form, group.size, whole)
+        group.model = await self._home.add_group(pinned, group.formation.form, group.size, whole)
         return group.model
 
     def _why(self, group: LedGroup, failure: KakeyaError, checked: Json | None) -> KakeyaError:
@@ -358,7 +358,7 @@ class RingGroups:
         await asyncio.gather(*group.tasks, return_exceptions=True)
         await self._save()  # first: the next run of a node that is killed has no such wish
         if group.model is not None:
-            await self._home.remove(group.model)
+            await self._home.remove_group(group.model)
         del self._groups[group.spec.name]  # only now: what is still there can be ended again
         event(_log, "ring group ended", group=group.spec.name)
 
@@ -424,7 +424,7 @@ def _offer(spec: RingSpec, rank: int, group_id: str) -> RingOffer:
 
 
 def node_rings(
-    home: GroupHome,
+    home: ModelHome,
     plane: Neighbourhood,
     command: EngineCommand,
     *,

@@ -44,7 +44,7 @@ class OwnShare:
     def __init__(
         self,
         ledger: Callable[[], Snapshot],
-        models: Sequence[ResidentModel],
+        models: Callable[[], Sequence[ResidentModel]],
         sources: Mapping[str, str],
     ) -> None:
         self._ledger = ledger
@@ -55,7 +55,7 @@ class OwnShare:
         """Tell what can be lent now, and how fast this machine is."""
         lend_bytes = lendable_bytes(self._ledger())
         measured = [
-            facts for model in self._models if (facts := model.facts) and facts.tokens_per_second
+            facts for model in self._models() if (facts := model.facts) and facts.tokens_per_second
         ]
         chip = await asyncio.to_thread(chip_name)
         by_chip = chip_speed(chip)

@@ -62,11 +62,11 @@ class Home:
         self.may_leave = asyncio.Event()
         self.stays = False
 
-    def add(self, *_: object) -> Model:
+    async def add_group(self, *_: object) -> Model:
         self.served.append(self.model)
         return self.model
 
-    async def remove(self, model: Model) -> None:
+    async def remove_group(self, model: Model) -> None:
         model.fault = "its engine is ended"
         model.room.set()
         await self.may_leave.wait()
@@ -232,12 +232,12 @@ async def test_a_fault_of_the_code_leaves_no_wish_without_a_keeper(tmp_path: Pat
     def broken(*_: object) -> Model:
         raise KeyError("none")
 
-    leader.home.add = broken  # type: ignore[method-assign]
+    leader.home.add_group = broken  # type: ignore[method-assign]
     async with Supervisor(SystemClock()) as tasks:
         leader.groups.start(tasks)
         await until(lambda: leader.status()["state"] == "waiting", "its try failed")
         assert "KeyError" in leader.status()["reason"]
-        del leader.home.add
+        del leader.home.add_group
         leader.home.model.room.set()
         leader.groups.fleet_changed()
         await until(lambda: leader.status()["state"] == "up", "it is tried again")

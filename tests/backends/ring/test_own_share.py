@@ -72,18 +72,18 @@ async def test_a_measured_model_tells_the_speed_and_without_one_it_is_assumed() 
     )
     sources = {"tiny": TINY}
     model = cast("ResidentModel", SimpleNamespace(facts=facts))
-    own = OwnShare(ledger, [model], sources)
+    own = OwnShare(ledger, lambda: [model], sources)
     share = await own.describe()
     weights = await own.weights("tiny", takes_paths=False)
     assert share.speed_from == "measured"
     assert share.weights_per_s == 100 * (weights.read_bytes + weights.head_bytes)
     assert share.products_per_s == 2000 * weights.products
     assert (weights.kind, weights.has_tensor, weights.has_pipeline) == ("qwen3", True, False)
-    assert (await OwnShare(ledger, [], sources).describe()).speed_from in ("assumed", "chip")
+    assert (await OwnShare(ledger, tuple, sources).describe()).speed_from in ("assumed", "chip")
 
 
 async def test_a_model_is_found_by_its_name_and_by_its_folder_if_the_caller_may() -> None:
-    own = OwnShare(ledger, [], {"a": TINY, "b": "/no/such.gguf"})
+    own = OwnShare(ledger, tuple, {"a": TINY, "b": "/no/such.gguf"})
     assert (await own.weights("a", takes_paths=False)).model_id == "a"
     assert (await own.weights(TINY, takes_paths=True)).model_id == "kakeya-tiny"
     with pytest.raises(NotFound):

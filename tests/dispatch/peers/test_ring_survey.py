@@ -54,7 +54,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         front.hear("left", address=left.address)
         stack.push_async_callback(front.channels.aclose)
         ledger = MemoryArbiter(budget=2000 * MIB, clock=FakeClock())
-        own = OwnShare(ledger.status, [], {"tiny": TINY})
+        own = OwnShare(ledger.status, tuple, {"tiny": TINY})
         yield Fleet(front, RingSurvey(front, own, front.clock, str), left)
 
 

@@ -12,6 +12,7 @@ from kakeya.core.settings import nearest
 from kakeya.generation.frames import Usage
 from kakeya.generation.image import ImageModel
 from kakeya.generation.model import AdaptedId, EmbeddingModel
+from kakeya.generation.spec import ModelRole
 
 
 class VerifierDirectory:
@@ -30,12 +31,16 @@ class VerifierDirectory:
         self._adapters = adapters
 
     def add(self, model: ResidentModel) -> None:
-        """Serve one more verifier: a ring group."""
-        self._verifiers = (*self._verifiers, model)
+        """Serve one more verifier or embedder."""
+        if model.role is ModelRole.EMBEDDER:
+            self._embedders = (*self._embedders, model)
+        else:
+            self._verifiers = (*self._verifiers, model)
 
     def remove(self, model: ResidentModel) -> None:
-        """Serve a verifier no more."""
+        """Serve a verifier or an embedder no more."""
         self._verifiers = tuple(one for one in self._verifiers if one is not model)
+        self._embedders = tuple(one for one in self._embedders if one is not model)
 
     def get(self, model_id: str, client: str = "") -> ResidentModel | AdaptedModel:
         """Find a verifier; "" is the default, BASE:NAME a verifier with an adapter.

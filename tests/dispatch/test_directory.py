@@ -8,10 +8,10 @@ import pytest
 
 from kakeya.adapters.files.store import AdapterRecord
 from kakeya.core.errors import InvalidArgument, NotFound
+from kakeya.dispatch.directory import VerifierDirectory, failed_addresses
 from kakeya.generation.frames import Done, Frame, SourceUsage, StopReason, Usage
 from kakeya.generation.kv import KvOffer
 from kakeya.generation.request import DecodeRequest
-from kakeya.node.directory import VerifierDirectory, failed_addresses
 from tests.backends.fake_model import FakeModel
 
 USAGE = Usage(
