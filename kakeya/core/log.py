@@ -27,7 +27,7 @@ _FIELDS = "kakeya_fields"
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields = getattr(record, _FIELDS, {})
+        fields = fields_of(record)
         tail = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
         room = record.name.removeprefix("kakeya.")
         line = f"{stamp} {record.levelname.lower():<7} {room}: {record.getMessage()}{tail}"
@@ -41,7 +41,7 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, _FIELDS, {}),
+            **fields_of(record),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
@@ -72,6 +72,12 @@ def configure(
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False
+
+
+def fields_of(record: logging.LogRecord) -> Mapping[str, object]:
+    """The fields of a line."""
+    found: Mapping[str, object] = getattr(record, _FIELDS, {})
+    return found
 
 
 def event(

@@ -16,7 +16,8 @@
     GET  /api/version, /api/tags, /api/ps; POST /api/show
                                          Ollama
     POST /v1/precache                    warm a prefix before a request needs it
-    GET  /                               two lines for a person: the version, where to read on
+    GET  /, /page/{file}                 the page; two lines of text for a program
+    GET  /api/v1/events                  the facts of the fleet as they change, for the page
     GET  /healthz, /health               200 while the process lives
     GET  /readyz                         200 when the default model serves (or, on a node that
                                          only drafts, all that draft), else 503 and why
@@ -43,10 +44,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-import kakeya
 from kakeya.backends.relay.relays import Relays
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
@@ -57,10 +57,13 @@ from kakeya.dispatch.model_names import ModelNames, RelayDirectory
 from kakeya.dispatch.peers.ring_survey import RingSurvey
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.copied import AnswerCopies
+from kakeya.dispatch.watch.fleet import FleetWatch
 from kakeya.gateway.anthropic.count import CountRoute
 from kakeya.gateway.anthropic.reply import MessageReply
 from kakeya.gateway.anthropic.requests import MESSAGE, MESSAGE_NO_OPS, parse_message
 from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
+from kakeya.gateway.dashboard.events import events_route
+from kakeya.gateway.dashboard.page import page_routes
 from kakeya.gateway.embeddings import Embeddings
 from kakeya.gateway.explain import ExplainRoute
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
@@ -128,6 +131,7 @@ def build_app(
     routed: RelayDirectory | None = None,
     capabilities: Capabilities | None = None,
     ring: RingSurvey | None = None,
+    watch: FleetWatch | None = None,
 ) -> Starlette:
     """Build the application.
 
@@ -144,7 +148,7 @@ def build_app(
     requests in the place of an engine, None = there are none; `routed` finds those of peers too,
     None = there are only the own ones. `jobs` get the kinds of work that go on in the background,
     and are started later; `capabilities` None = there are none. `ring` None = no ring group is
-    planned.
+    planned. `watch` None = the page shows no facts.
     """
     metrics = HttpMetrics(
         figures,
@@ -168,6 +172,8 @@ def build_app(
         precache=precache,
         clients=clients or Clients(clock.mono),
     )
+    if watch is not None:
+        watch.facts.more["recent"] = generations.recent.brief
     gateway = Gateway(
         directory,
         status=status,
@@ -205,6 +211,8 @@ def build_app(
         *job_routes(jobs, capabilities, generations),
         *ModelRoutes(directory, generations, created_at=int(clock.wall())).routes(),
         *gateway.routes(),
+        *page_routes(),
+        *([events_route(watch)] if watch else ()),
         *([RingPlanRoute(ring).route()] if ring else ()),
     ]
     app = Starlette(
@@ -297,7 +305,6 @@ class Gateway:
     def routes(self) -> list[Route]:
         """The served paths."""
         return [
-            Route("/", self.greet),
             Route("/healthz", self.health),
             Route("/health", self.health),
             Route("/readyz", self.readiness),
@@ -305,13 +312,6 @@ class Gateway:
             Route("/api/v1/status", self.node_status),
             Route("/api/v1/fleet", self.fleet),
         ]
-
-    async def greet(self, request: Request) -> Response:
-        """GET /."""
-        return PlainTextResponse(
-            f"Kakeya {kakeya.__version__}: language models for agents. All paths: /openapi.json.\n"
-            "Models: /v1/models. Is it ready: /readyz. Of the fleet: /api/v1/status.\n"
-        )
 
     async def health(self, request: Request) -> Response:
         """GET /healthz, /health."""

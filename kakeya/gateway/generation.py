@@ -178,6 +178,8 @@ class Generations:
         if record is None:
             return
         record.ended_s = self._clock.mono() - job.began_mono
+        record.ended_at = self._clock.wall()
+        record.usage = answer.usage
         record.prefill_s = None if answer.usage is None else answer.usage.prefill_s
         record.cached_tokens = answer.cached_tokens
         record.finish_reason = answer.finish_reason or ""

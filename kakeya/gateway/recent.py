@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kakeya.backends.relay.backend import Finished
+from kakeya.core.figures import Json
 from kakeya.core.units import pack_ids
 from kakeya.dispatch.clients import ID_CHARS
 from kakeya.dispatch.routing.decision import RouteDecision
 from kakeya.dispatch.tasks import TaskChoice
+from kakeya.generation.frames import Usage
 from kakeya.text.cuts_of_chat import common_tokens
 
 MOST_RECORDS = 256
+MOST_TOLD = 40
+"""Requests in a list of the last ones."""
 MOST_TOKENS = 1 << 20
 """4 MB of ids."""
 TOKEN_BYTES = 4
@@ -31,9 +36,10 @@ class RequestRecord:
     `owner` is its client, or the machine of a nameless one. `conversation` is the key of its KV, ""
     = none. `task` chose the model, None = the request names it. `defaults` are what it did not say,
     and the tables of the file that do. `prefill_s` is the engine's account, None where a stop
-    string ended the answer. `relay` names the backend that answered, "" = an engine did; `told` is
-    that backend's account, as ids are known of engines alone. `routes` are the choices of a node,
-    each but the first after a loss; () = no other node has the model.
+    string ended the answer, as is `usage`. `ended_at` is the wall clock. `relay` names the backend
+    that answered, "" = an engine did; `told` is that backend's account, as ids are known of engines
+    alone. `routes` are the choices of a node, each but the first after a loss; () = no other node
+    has the model.
     """
 
     request_id: str
@@ -54,6 +60,8 @@ class RequestRecord:
     answer: bytes = b""
     cached_tokens: int = 0
     finish_reason: str = ""
+    ended_at: float = 0.0
+    usage: Usage | None = None
     relay: str = ""
     told: Finished | None = None
     routes: tuple[RouteDecision, ...] = ()
@@ -67,6 +75,33 @@ class RequestRecord:
     def completion_tokens(self) -> int:
         """Tokens of the answer."""
         return self.told.completion_tokens if self.told else len(self.answer) // TOKEN_BYTES
+
+    def brief(self) -> Json:
+        """What a list of requests tells of it. Speeds are tokens per second."""
+        first_s = self.first_token_s
+        decode_s = 0.0 if first_s is None else self.ended_s - first_s
+        return {
+            "id": self.request_id,
+            "ended_at": round(self.ended_at, 1),
+            "client": self.owner,
+            "conversation": self.conversation,
+            "model": self.model_id,
+            "task": self.task and self.task.task,
+            "node": self.routes[-1].node_id if self.routes else "",
+            "backend": self.relay,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "first_token_s": first_s and round(first_s, 3),
+            "total_s": round(self.ended_s, 3),
+            "tokens_per_second": round((self.completion_tokens - 1) / decode_s, 1)
+            if decode_s > 0 and self.completion_tokens > 1
+            else None,
+            "forwards": self.usage and self.usage.forwards,
+            "drafted": self.usage and self.usage.verified,
+            "accepted": self.usage and self.usage.accepted,
+            "finish_reason": self.finish_reason,
+        }
 
     @property
     def history(self) -> bytes:
@@ -91,6 +126,10 @@ class RecentRequests:
         ):
             _, old = self._records.popitem(last=False)
             self._bytes -= len(old.prompt) + len(old.answer)
+
+    def brief(self, most: int = MOST_TOLD) -> list[Json]:
+        """What is told of the last requests, the newest first."""
+        return [one.brief() for one in islice(reversed(self._records.values()), most)]
 
     def find(self, request_id: str) -> RequestRecord | None:
         """The record of a request, by its id with any prefix."""

@@ -171,6 +171,7 @@ class RelayedGenerations:
         record, told = job.record, job.answer.told
         if record is None:
             return
+        record.ended_at = self._clock.wall()
         record.ended_s = self._clock.mono() - job.began_mono
         record.cached_tokens = job.answer.cached_tokens
         record.finish_reason = job.answer.finish_reason or ""

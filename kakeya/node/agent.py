@@ -21,7 +21,6 @@ from pathlib import Path
 from socket import socket
 from typing import Self
 
-from kakeya.backends.added.on_demand import OnDemandPulls
 from kakeya.backends.added.pulled import PulledModels
 from kakeya.backends.awake import StayAwake
 from kakeya.backends.engine.engine import EngineOptions
@@ -40,8 +39,8 @@ from kakeya.dispatch.directory import VerifierDirectory, failed_addresses
 from kakeya.dispatch.jobs import node_jobs
 from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.relays import offered
+from kakeya.dispatch.watch.recent_lines import RecentLines
 from kakeya.fleet.cards.cards import Offer
-from kakeya.fleet.cards.disk_model import DiskModel
 from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.identity.identity import Identity
@@ -126,7 +125,6 @@ class Agent:
         self._engines = self._memory.engines
         self._relays = Relays(config.backends, self._clock)
         self._group_seat: Callable[[], RingOffer | None] = lambda: None
-        self._on_disk: Callable[[], tuple[DiskModel, ...]] = tuple
         self._awake = StayAwake(config.chosen.awake, clock=self._clock)
 
     async def __aenter__(self) -> Self:
@@ -157,6 +155,7 @@ class Agent:
         return self._http_address
 
     async def _start(self, stack: AsyncExitStack) -> None:
+        self._lines = stack.enter_context(RecentLines(self._clock))
         self._health = NodeHealth()
         self._watchdog = stack.enter_context(
             LoopWatchdog(
@@ -184,15 +183,11 @@ class Agent:
             on_change=self._changed.set,
             clock=self._clock,
         )
-        self._on_disk = lambda: self._weights.on_disk
         stack.push_async_callback(self._weights.aclose)
         home = self._memory.model_home()
         self._pulled = PulledModels(home, self._weights)
         if self._config.weights.serve:
             await self._pulled.open()
-        most_s = self._config.chosen.wait_s
-        on_demand = OnDemandPulls(home, self._weights, self._config.weights, most_s=most_s)
-        stack.push_async_callback(on_demand.aclose)
         self._pages = await stack.enter_async_context(
             NodePages(
                 self._config.adapters,
@@ -253,7 +248,6 @@ class Agent:
             self._pages,
             self._precache,
             self._weights,
-            on_demand,
             self._rings,
             data_dir=self._folder,
             wait_s=self._config.chosen.wait_s,
@@ -388,6 +382,8 @@ class Agent:
             tasks=self._tasks.health,
         )
         self._services.doctor.warnings = overview.warnings
+        self._services.facts.status = overview.status
+        self._services.facts.more["events"] = self._lines.told
         self._https = https = NodeHttps(
             self._config.listen, self._folder, self._plane, address=self.http, clock=self._clock
         )
@@ -415,6 +411,7 @@ class Agent:
             jobs=self._jobs,
             capabilities=Capabilities(self._memory, self._jobs),
             ring=self._services.ring,
+            watch=self._services.watch,
         )
         return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 
@@ -433,7 +430,6 @@ class Agent:
             unified_memory_bytes=unified_memory_bytes(),
             ttl_s=self._config.fleet.ttl_s,
             is_careful=self._memory.is_careful,
-            on_disk=self._on_disk(),
         )
         return make_offer(
             place,

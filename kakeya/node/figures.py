@@ -1,4 +1,4 @@
-"""Figures of the parts without a file of their own: models, fleet, sessions, tasks, the loop."""
+"""Figures of the parts without a file of their own: models, fleet, tasks, the loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from kakeya.fleet.identity.invite import InviteStats
 from kakeya.fleet.paths.discovery import DiscoveryStats
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import ModelSpec
-from kakeya.sessions.service import RuntimeStats
 
 _MDNS_ERRNOS = tuple(
     str(number)
@@ -101,34 +100,6 @@ def invite_figures(stats: InviteStats) -> Iterator[Figure]:
 def state_figures(failures: int) -> Iterator[Figure]:
     """Failed writes of the state file."""
     yield counter("kakeya_state_failures", "State not saved", failures)
-
-
-def session_figures(stats: RuntimeStats) -> Iterator[Figure]:
-    """Sessions and generations over gRPC."""
-    yield gauge("kakeya_sessions", "Sessions now", stats.sessions.active)
-    yield counter("kakeya_sessions_taken", "Sessions from other nodes", stats.sessions.taken)
-    yield gauge("kakeya_generates_running", "Generate calls now", stats.generates_running)
-    yield counter(
-        "kakeya_generates{end}",
-        "Generate calls that ended",
-        {
-            "done": stats.generates_done,
-            "failed": stats.generates_failed,
-            "cancelled": stats.generates_cancelled,
-        },
-    )
-    yield counter("kakeya_generate_tokens", "Tokens sent by Generate", stats.tokens_out)
-    yield counter(
-        "kakeya_sessions_ended{end}",
-        "Sessions by end",
-        {
-            "closed": stats.sessions.closed,
-            "expired": stats.sessions.expired,
-            "moved": stats.sessions.given,
-            "failed": stats.sessions.failed,
-            "refused": stats.sessions.refused,
-        },
-    )
 
 
 def task_figures(tasks: Sequence[TaskHealth]) -> Iterator[Figure]:

@@ -234,6 +234,10 @@ class NodeFleet:
             skews=skews.by_peer(mono),
             is_clock_wrong=skews.is_own_fault(mono),
             conflicts=self.registry.conflicts(self._clock.wall()),
+            round_trips={
+                card.node_id: self.reach.round_trip_ms(self.routes.address_for(card))
+                for card in cards[1:]
+            },
             routes={route.node_id: route for route in self.routes.routes()},
             sightings=len(self.discovery.sightings()) if self.discovery else None,
             identity=self.trust.identity if self.trust else None,

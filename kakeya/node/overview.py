@@ -20,6 +20,7 @@ from kakeya.node.state import NodeState
 from kakeya.node.state_writer import StateWriter
 from kakeya.node.status import NodeView, describe, own_warnings
 from kakeya.prefix.warm.ahead import NodePrecache
+from kakeya.sessions.figures import session_figures
 from kakeya.weights.weights import NodeWeights
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.server.listeners import Listeners
@@ -109,7 +110,7 @@ class Overview:
         yield from self.services.copies.figures()
         yield from self.services.declared_copies.figures()
         yield counter("kakeya_served_peers", "Generations for peers", self.services.served)
-        yield from figures.session_figures(self.services.runtime.stats)
+        yield from session_figures(self.services.runtime.stats)
         tasks = (*self.tasks(), *self.services.runtime.health(), *self.memory.health())
         tasks += (*self.pages.health(), *self.precache.health())
         yield from figures.task_figures(tasks)

@@ -12,7 +12,6 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from kakeya.adapters.service import AdapterService
-from kakeya.backends.added.on_demand import OnDemandPulls
 from kakeya.backends.relay.relays import Relays
 from kakeya.backends.resident import ResidentModel
 from kakeya.backends.ring.groups import RingGroups
@@ -38,8 +37,9 @@ from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.dispatch.routed.declared_copies import DeclaredCopies
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.models import RoutedModels
-from kakeya.dispatch.routed.pulls import FleetPulls
 from kakeya.dispatch.routed.relays import RoutedRelays
+from kakeya.dispatch.watch.facts import OwnSections
+from kakeya.dispatch.watch.fleet import FleetWatch
 from kakeya.fleet.placement.draft_sources import FleetDrafts
 from kakeya.generation.facts import ModelState
 from kakeya.node.control import ControlService, NoFleet
@@ -88,7 +88,6 @@ class Services:
         pages: NodePages,
         precache: NodePrecache,
         weights: NodeWeights,
-        on_demand: OnDemandPulls,
         rings: RingGroups,
         *,
         data_dir: Path,
@@ -125,8 +124,7 @@ class Services:
         self.routes = RouteHistory(clock)
         shares_kv = pages.shares_prefixes
         self.serving_peers = ServingPeers(plane, texts, clock, shares_kv=shares_kv)
-        pulls = FleetPulls(on_demand, self.serving_peers)
-        self.models = RoutedModels(models, self.serving_peers, self.routes, pulls)
+        self.models = RoutedModels(models, self.serving_peers, self.routes)
         """The models of the fleet, for clients of this node."""
         precache.elsewhere = self.models.turn_elsewhere
         self.relays = RoutedRelays(relays, self.models, self.serving_peers)
@@ -141,6 +139,7 @@ class Services:
             clock=clock,
         )
         self.copies = AnswerCopies(self.serving_peers, held, clock)
+        self.facts = OwnSections(clock)
         self.ring = RingSurvey(plane, share, clock, health.reason)
         self._serving = ServingService(
             models,
@@ -152,6 +151,15 @@ class Services:
             held,
             kv_rates=self.serving_peers.kv_rates,
             share=self.ring.describe,
+            facts=self.facts,
+        )
+        peers = self.serving_peers
+        self.watch = FleetWatch(
+            self.facts,
+            clock,
+            own_id=peers.own_id,
+            live=peers.live,
+            watch=lambda peer: peers.calls(peer).watch(),
         )
         self.mover = SessionMover(
             store,
@@ -255,6 +263,7 @@ class Services:
         self._serving.drain(reason)
         self._relay.drain(reason)
         self._rings.drain(reason)
+        self.facts.drain()
         self._streams.drain()
         self._plane.watches.drain()
         self.peers.drain()

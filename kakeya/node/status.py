@@ -36,8 +36,8 @@ class FleetStatus:
     """The knowledge of the fleet half beside the cards, at one moment.
 
     By node id: `ages` seconds since a sign of life, `doubts` the state of each suspect, `skews`
-    seconds by which a clock is ahead, `routes` the way in use to nodes with several. `sightings`
-    None = mDNS is off.
+    seconds by which a clock is ahead, `round_trips` milliseconds, None = not measured, `routes` the
+    way in use to nodes with several. `sightings` None = mDNS is off.
     """
 
     ages: Mapping[NodeId, float | None]
@@ -47,6 +47,7 @@ class FleetStatus:
     skews: Mapping[NodeId, float]
     is_clock_wrong: bool
     conflicts: Sequence[IdConflict]
+    round_trips: Mapping[NodeId, float | None]
     routes: Mapping[NodeId, Route]
     sightings: int | None
     identity: Identity | None
@@ -239,6 +240,7 @@ def _facts(facts: ModelFacts) -> Json:
 
 
 def _card(card: Card, view: NodeView, *, is_own: bool) -> Json:
+    rtt_ms = view.fleet.round_trips.get(card.node_id)
     return {
         "node_id": card.node_id,
         "is_self": is_own,
@@ -248,6 +250,7 @@ def _card(card: Card, view: NodeView, *, is_own: bool) -> Json:
         "grpc_address": card.grpc_address,
         "endpoints": [way._asdict() for way in card.endpoints],
         "route": _route(view.fleet.routes.get(card.node_id)),
+        "rtt_ms": rtt_ms and round(rtt_ms, 2),
         "skew_s": view.fleet.skews.get(card.node_id),
         "is_authority": card.is_authority,
         "is_careful": card.is_careful,

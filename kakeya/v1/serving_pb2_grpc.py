@@ -94,6 +94,11 @@ class ServingServiceStub:
                 request_serializer=kakeya_dot_v1_dot_serving__pb2.DescribeShareRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_serving__pb2.DescribeShareResponse.FromString,
                 _registered_method=True)
+        self.WatchNode = channel.unary_stream(
+                '/kakeya.v1.ServingService/WatchNode',
+                request_serializer=kakeya_dot_v1_dot_serving__pb2.WatchNodeRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_serving__pb2.WatchNodeResponse.FromString,
+                _registered_method=True)
 
 
 class ServingServiceServicer:
@@ -187,6 +192,14 @@ class ServingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchNode(self, request, context):
+        """What this node tells of itself, as its status has it: all sections, and each again when it
+        changes, until the caller leaves. For pages that show the fleet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -249,6 +262,11 @@ def add_ServingServiceServicer_to_server(servicer, server):
                     servicer.DescribeShare,
                     request_deserializer=kakeya_dot_v1_dot_serving__pb2.DescribeShareRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_serving__pb2.DescribeShareResponse.SerializeToString,
+            ),
+            'WatchNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchNode,
+                    request_deserializer=kakeya_dot_v1_dot_serving__pb2.WatchNodeRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_serving__pb2.WatchNodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -575,6 +593,33 @@ class ServingService:
             '/kakeya.v1.ServingService/DescribeShare',
             kakeya_dot_v1_dot_serving__pb2.DescribeShareRequest.SerializeToString,
             kakeya_dot_v1_dot_serving__pb2.DescribeShareResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kakeya.v1.ServingService/WatchNode',
+            kakeya_dot_v1_dot_serving__pb2.WatchNodeRequest.SerializeToString,
+            kakeya_dot_v1_dot_serving__pb2.WatchNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,10 @@ class ServingServiceStub:
     """The copy of an answer that is held here, or NOT_FOUND."""
     DescribeShare: _grpc.UnaryUnaryMultiCallable[_serving_pb2.DescribeShareRequest, _serving_pb2.DescribeShareResponse]
     """What this node can give to a ring group at this moment. Nothing is loaded or reserved."""
+    WatchNode: _grpc.UnaryStreamMultiCallable[_serving_pb2.WatchNodeRequest, _serving_pb2.WatchNodeResponse]
+    """What this node tells of itself, as its status has it: all sections, and each again when it
+    changes, until the caller leaves. For pages that show the fleet.
+    """
 
 @_typing.type_check_only
 class ServingServiceAsyncStub(ServingServiceStub):
@@ -99,6 +103,10 @@ class ServingServiceAsyncStub(ServingServiceStub):
     """The copy of an answer that is held here, or NOT_FOUND."""
     DescribeShare: _aio.UnaryUnaryMultiCallable[_serving_pb2.DescribeShareRequest, _serving_pb2.DescribeShareResponse]  # type: ignore[assignment]
     """What this node can give to a ring group at this moment. Nothing is loaded or reserved."""
+    WatchNode: _aio.UnaryStreamMultiCallable[_serving_pb2.WatchNodeRequest, _serving_pb2.WatchNodeResponse]  # type: ignore[assignment]
+    """What this node tells of itself, as its status has it: all sections, and each again when it
+    changes, until the caller leaves. For pages that show the fleet.
+    """
 
 class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -203,5 +211,15 @@ class ServingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.DescribeShareResponse, _abc.Awaitable[_serving_pb2.DescribeShareResponse]]:
         """What this node can give to a ring group at this moment. Nothing is loaded or reserved."""
+
+    @_abc_1.abstractmethod
+    def WatchNode(
+        self,
+        request: _serving_pb2.WatchNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_serving_pb2.WatchNodeResponse], _abc.AsyncIterator[_serving_pb2.WatchNodeResponse]]:
+        """What this node tells of itself, as its status has it: all sections, and each again when it
+        changes, until the caller leaves. For pages that show the fleet.
+        """
 
 def add_ServingServiceServicer_to_server(servicer: ServingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -340,3 +340,27 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+async def test_the_stream_of_the_page_tells_of_both_nodes(
+    verifier: NodeProcess, drafter: NodeProcess
+) -> None:
+    """`httpx` reads it as a page does, and a node that is stopped meanwhile ends it."""
+    known: dict[str, dict[str, Any]] = {}
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("GET", f"http://{verifier.http}/api/v1/events") as stream,
+    ):
+        async for line in stream.aiter_lines():
+            if line.startswith("data: "):
+                for node_id, told in json.loads(line.removeprefix("data: "))["nodes"].items():
+                    known.setdefault(node_id, {}).update(told)
+            if "memory" in known.get(drafter.node_id, {}):
+                break
+    own, peer = known[verifier.node_id], known[drafter.node_id]
+    assert own["card"]["is_self"]
+    assert not peer["card"]["is_self"]
+    assert peer["node"]["node_id"] == drafter.node_id
+    assert {"models", "requests", "recent", "events", "fleet"} <= own.keys()
+    assert "fleet" not in peer
+    assert any(one["what"] == "model ready" for one in own["events"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -252,6 +253,19 @@ class PeerCalls:
         request = pb.DescribeShareRequest(model_id=model_id, node_ids=node_ids)
         with calling(self._name):
             return await self._stub.DescribeShare(request, timeout=timeout_s)
+
+    async def watch(self) -> AsyncGenerator[tuple[str, object], None]:
+        """Yield what the peer tells of itself: each section with its value, as it changes. Ends
+        when the peer drains. Raises the peer's errors."""
+        with calling(self._name):
+            call = self._stub.WatchNode(pb.WatchNodeRequest(), timeout=_LONGEST_S)
+            try:
+                async for told in call:
+                    yield told.section, json.loads(told.json)
+            except ValueError as problem:
+                raise PeerProtocol(f"{self._name}: what it tells is no JSON") from problem
+            finally:
+                call.cancel()
 
     async def probe(self, size: int, timeout_s: float) -> None:
         """Have so many bytes sent, to measure a link by. Raises the peer's errors."""

@@ -6,6 +6,7 @@ never goes on to a third node.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -24,6 +25,7 @@ from kakeya.dispatch.peers.wire import (
     quote_to_wire,
     wait_to_wire,
 )
+from kakeya.dispatch.watch.facts import OwnSections
 from kakeya.generation.cuts import marked
 from kakeya.generation.engine_wire import (
     facts_to_wire,
@@ -65,11 +67,13 @@ class ServingService(ServingServiceServicer):
         kv_rates: Callable[[str], Mapping[str, float] | None] = lambda model_id: None,
         share: Callable[[pb.DescribeShareRequest], Awaitable[pb.DescribeShareResponse]]
         | None = None,
+        facts: OwnSections | None = None,
     ) -> None:
         """`kv_rates` are those of quotes for a model; `share` tells what this node gives to ring
-        groups, None = nothing."""
+        groups, and `facts` what it tells of itself; None = nothing."""
         self._kv_rates = kv_rates
         self._share = share
+        self._facts = facts
         self._precache = precache
         self._for_peers = for_peers
         self._held = held
@@ -271,6 +275,19 @@ class ServingService(ServingServiceServicer):
                 raise Refused("this node gives nothing to ring groups")
             return await self._share(request)
         raise AssertionError("abort returned")
+
+    async def WatchNode(  # type: ignore[override]
+        self, request: pb.WatchNodeRequest, context: Context
+    ) -> None:
+        """Send the sections of this node, each when it changes."""
+        async with errors_end(context):
+            if self._facts is None:
+                raise Refused("this node tells nothing of itself")
+            async with aclosing(self._facts.changes(self._facts.own)) as changes:
+                async for news in changes:
+                    for name, value in news.items():
+                        told = json.dumps(value, default=str).encode()
+                        await context.write(pb.WatchNodeResponse(section=name, json=told))
 
     def _refuse_new(self) -> None:
         if self._draining:

@@ -139,8 +139,11 @@ class OwnAddresses:
         """Note the round trip of a peer at an address."""
         host = self._source(address)
         own = next((i.address(self._port) for i in self._listened() if i.host == host), "")
-        if own:
-            self._round_trips.note(own, address, rtt_ms=rtt_ms, mono=self._clock.mono())
+        self._round_trips.note(own, address, rtt_ms=rtt_ms, mono=self._clock.mono())
+
+    def round_trip_ms(self, address: str) -> float | None:
+        """The least round trip to a peer's address of the last minutes; None = none."""
+        return self._round_trips.least_ms(address, mono=self._clock.mono())
 
     def settle_round_trips(self) -> bool:
         """Bring the round trips of `endpoints` up to date; returns whether one changed."""

@@ -66,7 +66,10 @@ class RoundTrips:
         self._changed_mono = float("-inf")
 
     def note(self, own: str, peer: str, *, rtt_ms: float, mono: float) -> None:
-        """Take a round trip from an own address to a peer's; a value that is no time is ignored."""
+        """Take a round trip from an own address, "" = loopback, to a peer's.
+
+        A value that is no time is ignored.
+        """
         if not 0.0 < rtt_ms < float("inf"):
             return
         if self._first_mono is None:
@@ -77,6 +80,11 @@ class RoundTrips:
         peers.move_to_end(peer)
         while len(peers) > MAX_PEERS:
             peers.popitem(last=False)
+
+    def least_ms(self, peer: str, *, mono: float) -> float | None:
+        """The least round trip to a peer's address, from any own one; None = none is known."""
+        found = (peers[peer] for peers in self._peers.values() if peer in peers)
+        return min((least.ms for least in found if least.is_fresh(mono)), default=None)
 
     def settle(self, own: Collection[str], *, mono: float) -> bool:
         """Update the shown figures of the own addresses; returns whether one changed."""

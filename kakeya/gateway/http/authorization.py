@@ -1,6 +1,7 @@
 """Which requests need an API key, and what its holder may ask.
 
     /, /health, /healthz      no key: they tell that a node is here, and nothing of it
+    /page/...                 no key: the files of the page, which every node has
     /metrics, /api/v1/...     a key of role admin: they tell of the fleet and of other clients
     /api/v1/requests/...      any key: each client may see its own requests, see `sees_all`
     /api/v1/jobs...           any key, likewise
@@ -25,6 +26,7 @@ from kakeya.gateway.http.keys import ApiKey, KeyRing, KeyRole
 from kakeya.wire.security import CLIENT_NAME
 
 _OPEN = frozenset({"/", "/health", "/healthz"})
+_PAGE = "/page/"
 _OF_CLIENTS = ("/api/v1/requests/", "/api/v1/jobs/", "/api/v1/capabilities/")
 _SEES_ALL = "kakeya.sees_all"
 
@@ -48,7 +50,7 @@ class KeyCheck:
 
     async def check(self, scope: Scope) -> None:
         """Raise InvalidKey or Denied. The name of a key becomes the name of the client."""
-        if scope["path"] in _OPEN:
+        if scope["path"] in _OPEN or scope["path"].startswith(_PAGE):
             return
         given = _keys_of(Headers(scope=scope))
         holder = None

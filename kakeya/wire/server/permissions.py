@@ -70,6 +70,7 @@ _SERVICES: Mapping[str, Mapping[str, Permission]] = {
         "HoldAnswer": _COPIES,
         "FindAnswer": _COPIES,
         "DescribeShare": _MEMBERS,
+        "WatchNode": _MEMBERS,
     },
     "kakeya.v1.SessionMoveService": {
         "GiveSession": _COPIES,

@@ -1,0 +1,55 @@
+"""The facts of a node in sections, still enough that a section changes only with what it tells.
+
+A section is a top-level entry of the node's status, as its owner tells it. Ages go in steps and
+sizes of the machine in coarse ones; counts of the gossip are left out. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+from kakeya.core.figures import Json
+from kakeya.core.units import MIB
+
+AGE_STEPS_S = (0, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 86400)
+"""An age is told as the last step that it has passed."""
+COARSE_BYTES = 256 * MIB
+_AGES = frozenset({"age_s", "idle_s", "warm_s", "uptime_s"})
+_SIZES = frozenset({"available_bytes"})
+_LEFT_OUT = frozenset({"gossip", "skew_s", "last_events"})
+FLEET, CARD = "fleet", "card"
+
+
+def sections_of(status: Mapping[str, object]) -> Json:
+    """The sections of a status, by name."""
+    told = still(status)
+    assert isinstance(told, dict)
+    return told
+
+
+def still(value: object) -> object:
+    """A copy of JSON whose ages and sizes go in steps."""
+    match value:
+        case Mapping():
+            return {key: _stepped(key, one) for key, one in value.items() if key not in _LEFT_OUT}
+        case list() | tuple():
+            return [still(one) for one in value]
+        case _:
+            return value
+
+
+def _stepped(key: str, value: object) -> object:
+    if isinstance(value, int | float):
+        if key in _AGES:
+            return AGE_STEPS_S[max(0, bisect_right(AGE_STEPS_S, value) - 1)]
+        if key in _SIZES:
+            return round(value / COARSE_BYTES) * COARSE_BYTES
+        return value
+    return still(value)
+
+
+def changed(before: Mapping[str, object], after: Mapping[str, object]) -> Json:
+    """The sections that are new or other than before; None for those that are gone."""
+    found: Json = {key: one for key, one in after.items() if before.get(key) != one}
+    return found | dict.fromkeys(before.keys() - after.keys())

@@ -1,0 +1,186 @@
+// The page: one stream of facts in, the view that the address names out.
+
+import { fleetOf } from "./answers.js";
+import { startChat } from "./chat.js";
+import { h, morphChildren } from "./dom.js";
+import * as views from "./views.js";
+
+const AGAIN_S = [0.5, 1, 2, 5, 10];
+const VIEWS = [["", "Fleet"], ["requests", "Requests"], ["memory", "Memory"], ["events", "Events"], ["settings", "Settings"], ["chat", "Chat"]];
+const KEY = "kakeya.key", THEME = "kakeya.theme";
+const find = (id) => document.getElementById(id);
+
+const page = { sections: {}, fleet: fleetOf({}), link: "opening", problem: "", needsKey: false, config: null, explained: new Map(), due: false, said: "" };
+
+// Calls of the node's API.
+
+export async function call(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...(key ? { authorization: `Bearer ${key}` } : {}), ...(options.body ? { "content-type": "application/json" } : {}), ...options.headers };
+  const answer = await fetch(path, { ...options, headers, body: options.body && JSON.stringify(options.body) });
+  if (answer.ok) return answer;
+  const said = await answer.json().catch(() => ({}));
+  if ((answer.status === 401 || answer.status === 403) && path.startsWith("/api/v1/")) { page.needsKey = true; show(); }
+  const error = new Error(said.error?.message ?? `the node answered ${answer.status}`);
+  error.status = answer.status;
+  throw error;
+}
+
+/** Yield the data of each event of a stream, and its comments as `{ comment }`. */
+export async function* eventsOf(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    const lines = text.split("\n");
+    text = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: ")) yield { data: line.slice(6) };
+      else if (line.startsWith(": ")) yield { comment: line.slice(2) };
+    }
+  }
+}
+
+// The facts.
+
+async function watch() {
+  for (let tries = 0; ; tries += 1) {
+    try {
+      const stream = await call("/api/v1/events");
+      page.sections = {};
+      for await (const { data } of eventsOf(stream)) {
+        if (!data) continue;
+        tries = 0;
+        page.link = "open";
+        take(JSON.parse(data).nodes);
+      }
+    } catch (problem) {
+      page.problem = problem.message;
+      if (page.needsKey) return;
+    }
+    page.link = "lost";
+    show();
+    await new Promise((done) => setTimeout(done, 1000 * AGAIN_S[Math.min(tries, AGAIN_S.length - 1)]));
+  }
+}
+
+function take(nodes) {
+  for (const [id, told] of Object.entries(nodes)) {
+    const known = (page.sections[id] ??= {});
+    for (const [name, value] of Object.entries(told)) if (value === null) delete known[name]; else known[name] = value;
+    if (!Object.keys(known).length) delete page.sections[id];
+  }
+  page.fleet = fleetOf(page.sections);
+  show();
+}
+
+/** Show what is known at the next frame, once however many facts came. */
+function show() {
+  if (page.due) return;
+  page.due = true;
+  requestAnimationFrame(() => { page.due = false; draw(); });
+}
+
+// The view.
+
+const actions = {
+  warmth: new Map(),
+  wantWarmth(records) {
+    for (const one of records) {
+      if (actions.warmth.has(one.id)) continue;
+      actions.warmth.set(one.id, null);
+      call(`/api/v1/requests/${encodeURIComponent(one.id)}`).then((answer) => answer.json()).then((told) => { actions.warmth.set(one.id, told.warm ?? []); show(); }, () => actions.warmth.set(one.id, []));
+    }
+  },
+};
+
+const where = () => location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+
+function drawn() {
+  const [view, id] = where();
+  if (page.needsKey) return keyForm();
+  if (!page.fleet.own) return [h("p", { class: "empty" }, page.link === "lost" ? `The node does not answer: ${page.problem}. Trying again…` : "Reading the fleet…")];
+  switch (view) {
+    case "ask": return views.askView(page.fleet, id, actions);
+    case "node": return views.nodeView(page.fleet, id);
+    case "requests": return views.requestsView(page.fleet);
+    case "request": return views.requestView(page.fleet, id, explained(id));
+    case "memory": return views.memoryView(page.fleet);
+    case "events": return views.eventsView(page.fleet);
+    case "settings": return views.settingsView(settings());
+    default: return views.fleetView(page.fleet);
+  }
+}
+
+function explained(id) {
+  if (!page.explained.has(id)) {
+    page.explained.set(id, null);
+    call(`/api/v1/requests/${encodeURIComponent(id)}`).then((answer) => answer.json()).catch((problem) => ({ error: problem.message })).then((told) => { page.explained.set(id, told); show(); });
+  }
+  return page.explained.get(id);
+}
+
+function settings() {
+  if (page.config === null) {
+    page.config = false;
+    call("/api/v1/config").then((answer) => answer.json()).then((told) => { page.config = told; show(); }, () => { page.config = {}; });
+  }
+  return page.config;
+}
+
+function keyForm() {
+  const given = sessionStorage.getItem(KEY);
+  const submit = (event) => {
+    event.preventDefault();
+    sessionStorage.setItem(KEY, new FormData(event.target).get("key").trim());
+    page.needsKey = false;
+    show();
+    watch();
+  };
+  return [
+    h("h1", { class: "lead" }, "This node asks for an admin key."),
+    h("p", { class: "soft" }, "Make one on the node itself with ", h("code", {}, "kakeya key add NAME --role admin"), ". It stays in this tab."),
+    given && h("p", { class: "error" }, page.problem),
+    h("form", { class: "line", style: { "margin-top": "16px", "max-width": "560px" }, onsubmit: submit }, h("label", { class: "unseen", for: "key" }, "Admin key"), h("input", { id: "key", name: "key", type: "password", autocomplete: "off", required: true, placeholder: "Admin key" }), h("button", { class: "main" }, "Open")),
+  ];
+}
+
+function draw() {
+  const [view] = where();
+  document.body.dataset.view = view || "fleet";
+  const at = { ask: "", node: "", request: "requests" }[view] ?? view;
+  morphChildren(find("nav"), [h("ul", {}, VIEWS.map(([key, name]) => h("li", { class: key === "chat" && "only-chat" }, h("a", { href: `#/${key}`, "aria-current": key === at && "page" }, name))))]);
+  morphChildren(find("main"), drawn().flat(9).filter(Boolean));
+  const link = find("link"), said = { open: "live", lost: "no connection", opening: "connecting" }[page.needsKey ? "lost" : page.link];
+  link.dataset.state = page.link;
+  if (link.textContent !== said) link.textContent = said;
+  const lead = document.querySelector("main h1")?.textContent ?? "";
+  document.title = view ? `${lead} · Kakeya` : "Kakeya";
+  const news = page.fleet.own && !view ? lead : "";
+  if (news && news !== page.said) find("says").textContent = page.said = news;
+}
+
+function theme(wanted) {
+  const names = { "": "Auto", light: "Light", dark: "Dark" };
+  if (wanted) document.documentElement.dataset.theme = wanted; else delete document.documentElement.dataset.theme;
+  localStorage.setItem(THEME, wanted);
+  const button = find("theme"), order = ["", "light", "dark"];
+  button.textContent = `◐ ${names[wanted]}`;
+  button.setAttribute("aria-label", `Colours: ${names[wanted]}. Change them`);
+  button.onclick = () => theme(order[(order.indexOf(wanted) + 1) % 3]);
+}
+
+theme(localStorage.getItem(THEME) ?? "");
+addEventListener("hashchange", () => {
+  page.explained.clear();
+  actions.warmth.clear();
+  page.config = page.config || null;
+  draw();
+  scrollTo(0, 0);
+  if (where()[0] !== "chat") find("main").focus({ preventScroll: true });
+});
+startChat(find("chat"), { call, eventsOf, fleet: () => page.fleet });
+draw();
+watch();

@@ -1,0 +1,294 @@
+// The views: each a function of the fleet that returns what is to be seen.
+
+import { answered, conversations, evictions, happenings, headline, occupants, QUESTIONS, share, speeds } from "./answers.js";
+import { bytes, clock, count, h, joined, percent, seconds, speed, sum } from "./dom.js";
+
+const MOST_ROUND = 9;
+const DENSE = 20;
+const nodeLink = (node) => h("a", { href: `#/node/${encodeURIComponent(node.id)}` }, node.name);
+const requestLink = ({ id, ended_at }) => h("a", { href: `#/request/${encodeURIComponent(id)}`, class: "number", "data-key": id }, ended_at ? clock(ended_at) : id.slice(-8));
+const badge = (tone, ...text) => h("span", { class: `badge ${tone}` }, ...text);
+const panel = (title, ...inside) => h("section", { class: "panel" }, h("h2", {}, title), ...inside);
+const empty = (text) => h("p", { class: "empty" }, text);
+
+function table(heads, rows, none) {
+  if (!rows.length) return empty(none);
+  const isNumber = heads.map((head) => head.startsWith("#"));
+  return h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "table" }, h("table", {},
+    h("thead", {}, h("tr", {}, heads.map((head, i) => h("th", { scope: "col", class: isNumber[i] && "number" }, head.replace("#", ""))))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => h("td", { class: isNumber[i] && "number" }, cell)))))));
+}
+
+// The picture.
+
+function toneOf(node) {
+  if (node.problems.some(([tone]) => tone === "bad")) return "bad";
+  if (node.problems.length) return "warn";
+  return node.isWatched || node.card.models.length ? (node.running ? "busy" : "good") : "";
+}
+const SAID = { bad: "in trouble", warn: "needs a look", busy: "answering", good: "well", "": "known by its card" };
+
+export function bar(node) {
+  const all = occupants(node), whole = Math.max(node.memory?.budget_bytes ?? 0, sum(all.map((one) => one.bytes)), 1);
+  let hue = 0;
+  const parts = all.map((one) => {
+    const color = one.what === "cache" || one.what === "another process" ? "" : `h${hue++ % 6}`;
+    return h("i", { class: `${color} ${one.state === "ready" || !one.state ? "" : "leaving"}`, style: { width: `${(100 * one.bytes) / whole}%` }, title: `${one.name}: ${bytes(one.bytes)}` });
+  });
+  const said = all.length ? all.map((one) => `${one.name} ${bytes(one.bytes)}`).join(", ") : "nothing";
+  return h("div", { class: "bar", role: "img", "aria-label": `Memory of ${node.name}: ${said}, of ${bytes(whole)}` }, parts);
+}
+
+function served(node) {
+  const own = node.models.filter((one) => one.role !== "proposer" || one.model_id !== "ngram");
+  const list = own.length ? own : node.card.models.filter((one) => one.model_id !== "ngram");
+  if (!list.length) return "no model";
+  const [first] = list;
+  const more = list.length > 1 ? ` +${list.length - 1}` : "";
+  const state = first.state && first.state !== "ready" ? `, ${first.state}` : "";
+  return `${first.model_id}${more}${state}`;
+}
+
+function rateOf(fleet, node) {
+  const rates = Object.values(speeds(fleet)).flat().filter((one) => one.node === node && one.rate);
+  return rates.length ? speed(Math.max(...rates.map((one) => one.rate))) : "";
+}
+
+function badges(node) {
+  const found = node.problems.slice(0, 1).map(([tone, text]) => badge(tone, text.length > 34 ? `${text.slice(0, 33)}…` : text));
+  if (node.running) found.push(badge("good", `${node.running} answering`));
+  if (node.waiting.length) found.push(badge("warn", `${node.waiting.length} waiting`));
+  for (const one of node.pulls) found.push(badge("accent", `${one.phase} ${one.name}${one.bytes ? ` ${percent(one.done_bytes / one.bytes)}` : ""}`));
+  for (const one of node.loading) found.push(badge("accent", `loading ${one.model_id}`));
+  if (node.card.ring) found.push(badge("accent", `ring ${node.card.ring.model_id}`));
+  if (node.card.is_authority) found.push(badge("", "authority"));
+  return found;
+}
+
+const milliseconds = (rtt) => `${rtt < 10 ? rtt.toFixed(1) : Math.round(rtt)} ms`;
+const wireText = ({ said, rtt }) => rtt ? `${said} · ${milliseconds(rtt)}` : said;
+
+function tile(fleet, node, at) {
+  const tone = toneOf(node), memory = node.memory;
+  return h("li", { "data-key": node.id }, h("a", {
+    class: `tile ${node.isSelf ? "self" : ""} ${tone === "bad" || tone === "warn" ? tone : ""}`,
+    href: `#/node/${encodeURIComponent(node.id)}`, style: at,
+  },
+    h("span", { class: "name" }, h("i", { class: `state ${tone}` }), h("b", {}, node.name), h("span", { class: "unseen" }, `, ${SAID[tone]}`), h("span", { class: "soft" }, node.isSelf ? "this node" : rateOf(fleet, node))),
+    memory ? bar(node) : h("div", { class: "bar" }),
+    h("span", { class: "row" }, h("span", {}, served(node)), h("span", { class: "number" }, memory ? `${bytes(memory.committed_bytes)} of ${bytes(memory.budget_bytes)}` : bytes(node.card.memory_bytes))),
+    node.link && h("span", { class: `wire ${node.link.tone}` }, wireText(node.link)),
+    h("span", { class: "badges" }, badges(node))));
+}
+
+/** This node in the middle, its peers around it; in rows where there are many, or little room. */
+export function picture(fleet) {
+  const { nodes, own } = fleet;
+  const peers = nodes.filter((node) => node !== own);
+  const isRound = peers.length > 0 && peers.length <= MOST_ROUND;
+  if (!isRound) return h("div", { class: `picture ${nodes.length > DENSE ? "dense" : ""}` }, h("ul", { class: "tiles", "aria-label": "Nodes" }, nodes.map((node) => tile(fleet, node, {}))));
+  const tall = peers.length <= 2 ? 150 : peers.length <= 4 ? 430 : 560;
+  const spot = (i) => {
+    const angle = Math.PI + (2 * Math.PI * i) / peers.length;
+    return [50 + 37 * Math.cos(angle), 50 + (peers.length <= 2 ? 0 : 37) * Math.sin(angle)];
+  };
+  const place = ([x, y]) => ({ "--x": `${x}%`, "--y": `${y}%` });
+  const spots = new Map(peers.map((node, i) => [node, spot(i)]));
+  spots.set(own, [50, 50]);
+  const wires = peers.map((node) => {
+    const [x, y] = spots.get(node);
+    return h("line", { x1: "50%", y1: "50%", x2: `${x}%`, y2: `${y}%`, class: `${node.link.kind} ${node.link.tone}` });
+  });
+  const rings = (fleet.fleet.rings ?? []).flatMap((ring) => {
+    const members = ring.nodes.map((name) => nodes.find((node) => node.name === name)).filter(Boolean);
+    return members.map((node, i) => [node, members[(i + 1) % members.length]]).filter(([a, b]) => a !== b).map(([a, b]) => h("line", { class: "thunderbolt", x1: `${spots.get(a)[0]}%`, y1: `${spots.get(a)[1]}%`, x2: `${spots.get(b)[0]}%`, y2: `${spots.get(b)[1]}%` }));
+  });
+  const tags = peers.map((node) => {
+    const [x, y] = spots.get(node), near = 0.51;
+    return h("span", { class: `tag ${node.link.tone}`, "aria-hidden": "true", style: place([50 + near * (x - 50), 50 + near * (y - 50)]) }, h("span", {}, node.link.said), node.link.rtt && h("span", {}, milliseconds(node.link.rtt)));
+  });
+  return h("div", { class: `picture round ${peers.length <= 2 ? "level" : ""}`, style: { "--tall": `${tall}px` } },
+    h("svg", { class: "wires", "aria-hidden": "true" }, wires, rings), tags,
+    h("ul", { class: "tiles", "aria-label": "Nodes" }, nodes.map((node) => tile(fleet, node, place(spots.get(node))))));
+}
+
+// The views.
+
+export function fleetView(fleet) {
+  const told = headline(fleet);
+  return [
+    h("h1", { class: "lead" }, told.lead),
+    h("p", { class: "soft" }, told.rest),
+    warnings(fleet.fleet.warnings ?? []),
+    picture(fleet),
+    h("h2", { class: "group" }, "Questions"),
+    h("ul", { class: "asks" }, Object.keys(QUESTIONS).map((key) => {
+      const { question, answer, tone } = answered(fleet, key);
+      return h("li", {}, h("a", { class: `ask ${tone === "good" ? "" : tone}`, href: `#/ask/${key}` }, h("span", { class: "q" }, question), h("span", { class: "a" }, answer)));
+    })),
+    h("div", { class: "two wide" }, panel("Last requests", requestTable(fleet, fleet.recent.slice(0, 6))), panel("Last events", timeline(happenings(fleet).slice(0, 6), fleet.nodes.length > 1, fleet.nameOf))),
+  ];
+}
+
+const warnings = (list) => list.length ? h("ul", { class: "warnings" }, list.map((one) => h("li", {}, one))) : null;
+
+function requestTable(fleet, rows) {
+  return table(["ended", "model", "node", "#first token", "#tokens/s", "#cached", "#drafts"], rows.map((one) => [
+    requestLink(one), one.model, fleet.nameOf(one.backend || one.node), seconds(one.first_token_s), one.tokens_per_second ? Math.round(one.tokens_per_second) : "",
+    one.prompt_tokens ? percent(one.cached_tokens / one.prompt_tokens) : "", one.drafted ? percent(one.accepted / one.drafted) : "",
+  ]), "No request has ended here yet. Ask something in the chat.");
+}
+
+function timeline(events, named, nameOf = (id) => id) {
+  if (!events.length) return empty("Nothing happened.");
+  return h("ol", { class: "timeline" }, events.map((one) => h("li", {},
+    h("time", {}, clock(one.at)),
+    h("span", { class: one.level === "info" ? "" : "warn" }, named && [h("b", {}, one.node.name), " "], one.what, one.times > 1 && ` (${one.times} times)`),
+    h("span", { class: "more" }, Object.entries(one.fields).filter(([, value]) => value !== "" && value !== "-").map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "number" && !Number.isInteger(value) ? value.toFixed(2) : nameOf(value)}`).join(" · ")))));
+}
+
+const reasonList = (reasons) => reasons.length ? h("ul", { class: "reasons" }, reasons.map(([tone, text]) => h("li", { class: tone }, text))) : null;
+const crumb = (href, text) => h("p", { class: "crumb" }, h("a", { href }, text));
+
+export function askView(fleet, key, actions) {
+  const told = answered(fleet, key);
+  const evidence = {
+    slow: () => panel("Speeds", table(["model", "node", "#speed", "#of the fastest"], told.rows.map((one) => [one.model, nodeLink(one.node), one.rate ? speed(one.rate) : "not measured", one.share ? percent(one.share) : ""]), "No node serves a model.")),
+    wait: () => [panel("Waiting now", waitTable(fleet, told.waiting)), panel("The last waits", requestTable(fleet, fleet.recent.slice(0, 8)))],
+    warm: () => panel("Conversations", warmTable(fleet, actions)),
+    evicted: () => panel("Evictions", table(["model", "node", "when", "why"], evictions(fleet).map((one) => [one.model, nodeLink(one.node), one.age_s ? `over ${seconds(one.age_s)} ago` : "just now", one.why]), "No model was evicted since its node started.")),
+    link: () => panel("Links of this node", table(["node", "link", "#round trip", "address", "state"], told.peers.map((node) => [nodeLink(node), node.link.said, node.link.rtt ? `${node.link.rtt.toFixed(1)} ms` : "", h("span", { class: "mono" }, node.link.address), node.link.tone ? badge(node.link.tone, node.link.reasons[0][1]) : badge("good", "well")]), "This node has no peers.")),
+    memory: () => memoryPanels(fleet),
+    speculation: () => panel("Last answers", table(["ended", "model", "node", "#tokens", "#steps", "#tokens a step", "#accepted"], fleet.recent.filter((one) => one.forwards).slice(0, 12).map((one) => [requestLink(one), one.model, fleet.nameOf(one.node), one.completion_tokens, one.forwards, (one.completion_tokens / one.forwards).toFixed(2), one.drafted ? percent(one.accepted / one.drafted) : "no drafts"]), "No answer yet.")),
+    news: () => panel("Events", timeline(told.events, fleet.nodes.length > 1, fleet.nameOf)),
+  };
+  return [
+    crumb("#/", "Fleet"),
+    h("p", { class: "soft" }, told.question),
+    h("h1", { class: "lead", id: "answer" }, told.answer),
+    reasonList(told.reasons),
+    h("div", { style: { "margin-top": "18px" } }, evidence[key]()),
+  ];
+}
+
+function waitTable(fleet, rows) {
+  return table(["request", "client", "model", "at", "#so far", "#left", "waits for"], rows.map((one) => [requestLink(one), one.client, one.model, nodeLink(one.at), seconds(one.seconds), one.waits_for?.seconds ? `about ${seconds(one.waits_for.seconds)}` : "", one.waits_for?.says ?? "being prepared"]), "No request waits now.");
+}
+
+function warmTable(fleet, actions) {
+  const rows = conversations(fleet).slice(0, 12);
+  actions.wantWarmth(rows.map((one) => one.last));
+  return table(["conversation", "model", "last turn at", "#tokens", "warm now", "#cached then"], rows.map(({ key, turns, last }) => {
+    const told = actions.warmth.get(last.id);
+    const warm = told?.map((one) => `${fleet.nameOf(one.node)}: ${percent(Math.min(1, one.tokens / Math.max(1, one.of)))}`);
+    return [
+      h("span", {}, h("span", { class: "mono" }, key.slice(-14)), h("span", { class: "soft small" }, ` ${count(turns, "turn")}`)), last.model,
+      `${clock(last.ended_at)} on ${fleet.nameOf(last.node)}`, last.prompt_tokens + last.completion_tokens,
+      warm ? (warm.length ? joined(warm) : "nowhere") : "…", percent(last.cached_tokens / Math.max(1, last.prompt_tokens)),
+    ];
+  }), "No conversation was held lately.");
+}
+
+function memoryPanels(fleet) {
+  const watched = fleet.nodes.filter((node) => node.memory);
+  return h("div", { class: "two", style: { "margin-top": "0" } }, watched.map((node) => {
+    const all = occupants(node);
+    let hue = 0;
+    return h("section", { class: "panel", "data-key": node.id },
+      h("div", { class: "head" }, h("h2", {}, nodeLink(node)), h("span", { class: "soft small" }, `${bytes(node.memory.committed_bytes)} of ${bytes(node.memory.budget_bytes)} · pressure ${node.memory.level}`)),
+      bar(node),
+      table(["what", "#size", "state"], all.map((one) => {
+        const isModel = one.what !== "cache" && one.what !== "another process";
+        return [h("span", {}, h("i", { class: `dot ${isModel ? `h${hue++ % 6}` : ""}` }), one.name), bytes(one.bytes), one.state ? `${one.state}${one.uses ? `, ${count(one.uses, "use")}` : one.idle_s ? `, idle over ${seconds(one.idle_s)}` : ""}` : one.spare ? `${bytes(one.spare)} can be had back` : one.what];
+      }), "Nothing is in memory."));
+  }));
+}
+
+export function nodeView(fleet, id) {
+  const node = fleet.byId.get(id);
+  if (!node) return [crumb("#/", "Fleet"), h("h1", { class: "lead" }, "No such node is here now.")];
+  const told = node.told, facts = [];
+  const fact = (name, value) => value !== null && value !== undefined && value !== "" && facts.push(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+  fact("Platform", node.card.platform);
+  fact("Memory of the machine", bytes(node.card.memory_bytes));
+  fact("Link", node.link && wireText(node.link));
+  fact("Up for over", told.node && seconds(told.node.uptime_s));
+  fact("Pressure", node.memory && `${node.memory.level}${node.memory.source !== "none" ? `, by ${node.memory.source}` : ""}`);
+  fact("Answers now", node.isWatched ? node.running : null);
+  fact("Requests waiting", node.isWatched ? node.waiting.length : null);
+  fact("Speed", rateOf(fleet, node));
+  fact("Prompts kept in memory", told.prefixes && bytes(told.prefixes.pages.bytes));
+  fact("Prompts kept on disk", told.prefixes && bytes(told.prefixes.disk.bytes));
+  fact("Conversations", told.precache?.conversations);
+  fact("Cached tokens", told.prefixes && told.prefixes.hit_tokens + told.prefixes.computed_tokens ? percent(told.prefixes.hit_tokens / (told.prefixes.hit_tokens + told.prefixes.computed_tokens)) : null);
+  fact("Answers for peers", told.routes?.for_peers);
+  fact("Id", h("span", { class: "mono small" }, node.id));
+  fact("gRPC", h("span", { class: "mono small" }, node.card.grpc_address));
+  const ownPage = told.node && !node.isSelf ? h("a", { href: `http://${told.node.http}/` }, "Its own page") : null;
+  return [
+    crumb("#/", "Fleet"),
+    h("h1", { class: "lead" }, node.name),
+    h("p", { class: "soft" }, node.isSelf ? "This node. " : `${SAID[toneOf(node)][0].toUpperCase()}${SAID[toneOf(node)].slice(1)}. `, ownPage),
+    reasonList(node.problems),
+    h("section", { class: "panel", style: { "margin-top": "18px" } }, h("dl", { class: "facts" }, facts)),
+    node.memory && h("div", { style: { "margin-top": "18px" } }, memoryPanels({ nodes: [node] })),
+    h("div", { class: "two" }, panel("Models", modelTable(node)), panel("Last events", timeline((told.events ?? []).slice(0, 12).map((one) => ({ ...one, node })), false, fleet.nameOf))),
+  ];
+}
+
+function modelTable(node) {
+  const list = node.models.length ? node.models : node.card.models;
+  return table(["model", "role", "state", "#speed"], list.map((one) => [one.model_id, one.role, one.state ? stateOf(one) : "", one.tokens_per_second ? speed(one.tokens_per_second) : ""]), "It serves no model.");
+}
+const stateOf = (one) => badge({ ready: "good", failed: "bad", loading: "accent" }[one.state] ?? "", one.state, one.restarts ? `, ${count(one.restarts, "restart")}` : "", one.error ? `: ${one.error}` : "");
+
+export function requestsView(fleet) {
+  const waiting = fleet.nodes.flatMap((node) => node.waiting.map((one) => ({ ...one, at: node })));
+  const clients = fleet.nodes.flatMap((node) => (node.told.clients ?? []).map((one) => ({ ...one, node })));
+  return [
+    h("h1", { class: "lead" }, `${count(sum(fleet.nodes.map((node) => node.running)), "answer")} being made, ${count(waiting.length, "request")} waiting.`),
+    h("div", { style: { "margin-top": "18px" } }, panel("Waiting", waitTable(fleet, waiting))),
+    panel("Last requests", requestTable(fleet, fleet.recent.slice(0, 40))),
+    panel("Clients", table(["client", "at", "#requests", "#running", "#waiting", "#refused"], clients.map((one) => [joined([one.client, one.user].filter(Boolean)), nodeLink(one.node), one.requests, one.running, one.waiting, one.refused]), "No client has asked yet.")),
+  ];
+}
+
+export function requestView(fleet, id, explained) {
+  const back = crumb("#/requests", "Requests");
+  if (!explained) return [back, h("h1", { class: "lead mono" }, id), empty("Reading…")];
+  if (explained.error) return [back, h("h1", { class: "lead" }, "This request is not remembered here."), h("p", { class: "soft" }, explained.error)];
+  const facts = [], fact = (name, value) => value !== null && value !== undefined && value !== "" && facts.push(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+  if (explained.state) {
+    fact("State", explained.state);
+    fact("Model", explained.model);
+    fact("For", seconds(explained.seconds));
+    return [back, h("h1", { class: "lead" }, explained.waits_for ? `It waits: ${explained.waits_for.says}.` : "It is being answered."), h("section", { class: "panel", style: { "margin-top": "18px" } }, h("dl", { class: "facts" }, facts))];
+  }
+  const waits = explained.waits_s;
+  fact("Model", explained.model);
+  fact("Prompt", count(explained.prompt_tokens, "token"));
+  fact("Cached", count(explained.cached_tokens, "token"));
+  fact("Answer", count(explained.completion_tokens, "token"));
+  for (const [name, word] of [["load", "Waited for the model"], ["queue", "Waited in line"], ["prefill", "Prompt computed in"], ["decode", "Answer made in"], ["total", "In all"]]) fact(word, seconds(waits[name]));
+  return [
+    back, h("h1", { class: "lead" }, `Request ${id.slice(-8)}`), h("p", { class: "soft" }, `${explained.reason}.`),
+    h("section", { class: "panel", style: { "margin-top": "18px" } }, h("dl", { class: "facts" }, facts)),
+    panel("Choice of the node", explained.routes.length ? explained.routes.map((one) => h("p", {}, h("b", {}, fleet.nameOf(one.node)), `: ${one.reason}`)) : empty("No other node has the model.")),
+  ];
+}
+
+export const memoryView = (fleet) => askView(fleet, "memory").slice(2);
+
+export function eventsView(fleet) {
+  return [h("h1", { class: "lead" }, answered(fleet, "news").answer), h("div", { style: { "margin-top": "18px" } }, panel("The last hour", timeline(happenings(fleet), fleet.nodes.length > 1, fleet.nameOf)))];
+}
+
+export function settingsView(config) {
+  const rows = [];
+  const walk = (value, path) => {
+    if (value && typeof value === "object" && Object.keys(value).length) for (const [key, one] of Object.entries(value)) walk(one, path ? `${path}.${key}` : key);
+    else rows.push([h("span", { class: "mono" }, path), h("span", { class: "mono" }, JSON.stringify(value))]);
+  };
+  if (config) walk(config, "");
+  return [h("h1", { class: "lead" }, "Settings of this node"), h("p", { class: "soft" }, "Read only: they come from flags, variables and the file of --config; see kakeya-node --help."), h("section", { class: "panel", style: { "margin-top": "18px" } }, config ? table(["setting", "value"], rows, "All is as shipped.") : empty("Reading…"))];
+}
