@@ -86,15 +86,16 @@ class EngineMemoryLimits:
 
 
 def _options(keepalive: Keepalive) -> tuple[Option, ...]:
-    kept = tuple(pair for pair in keepalive.client_options() if "reconnect" not in pair[0])
-    # The child binds its socket when it is ready; each look costs one connect(2).
-    quick: tuple[Option, ...] = (
+    differs: tuple[Option, ...] = (
+        # Without a call the probes of its owner are enough: a ping wakes a dozen threads.
+        ("grpc.keepalive_permit_without_calls", 0),
+        # The child binds its socket when it is ready; each look costs one connect(2).
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.min_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 100),
-        ("grpc.use_local_subchannel_pool", 1),
     )
-    return kept + quick + message_options(ENGINE_MESSAGE_BYTES)
+    kept = dict(keepalive.client_options()) | dict(differs)
+    return *kept.items(), *message_options(ENGINE_MESSAGE_BYTES)
 
 
 class EngineClient:

@@ -31,8 +31,9 @@ from kakeya.generation.facts import ModelState
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.resident import ResidentKey
 
-IDLE_S = 0.2
-"""Seconds between two looks while no engine loads or has a request; such an engine hardly grows."""
+IDLE_S = 1.0
+"""Seconds between two looks while no engine loads or has a request; such an engine hardly grows,
+and its next request is told at once."""
 LOOK_S = 0.01
 """The same while one does: memory is written at gigabytes per second. A look takes some 50
 microseconds an engine."""

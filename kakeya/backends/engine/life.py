@@ -46,6 +46,7 @@ from kakeya.generation.progress import LoadPhase, LoadProgress
 
 _log = logging.getLogger(__name__)
 LOG_EVERY_S = 10.0
+_SPARED_PROBES = 3
 """The log says so often how far a load is, beside the beginning of each phase."""
 CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
@@ -325,9 +326,13 @@ class EngineLife:
 
     async def _probed_until_ill(self, client: ChildClient) -> str:
         """Probe until too many probes fail in a row; return the fault of the last one."""
-        missed, wrong = 0, ""
+        missed, wrong, rested = 0, "", 0
         while missed < self.options.max_missed_probes:
             await self._clock.sleep(self.options.probe_interval_s)
+            if not missed and rested < self._rests():
+                rested += 1
+                continue
+            rested = 0
             seen = await client.look(self.options.probe_timeout_s)
             if seen is None:
                 wrong = f"answered no probe within {self.options.probe_timeout_s:g} s"
@@ -341,6 +346,12 @@ class EngineLife:
                     await self._spec.check.audit(client, seen[0])
             missed += bool(wrong)
         return wrong
+
+    def _rests(self) -> int:
+        """The number of probes that an engine without a request is spared in a row; a group has
+        more than one process that may be lost."""
+        is_at_rest = self.gate.running + self.gate.waiting == 0 and self._spec.check is None
+        return _SPARED_PROBES if is_at_rest else 0
 
     async def _end_care(self, client: ChildClient) -> None:
         """Let an engine run as many sequences as configured again when its time of care is over."""

@@ -30,6 +30,7 @@ from kakeya.backends.engine.escalation import (
     KillIt,
     ResumeIt,
     ShrinkIt,
+    Stage,
     Step,
 )
 from kakeya.backends.engine.guard import EngineGuard, GuardedEngine
@@ -50,6 +51,10 @@ from kakeya.memory.arbiter.resident import ResidentKey
 _log = logging.getLogger(__name__)
 POLL_S = 2.0
 """Seconds between two measurements: a large model grows its KV by some 30 MB in that time."""
+CALM_S = 20.0
+"""The same of an engine at rest whose memory, as the guard sees it, is what it was but for
+`_CALM_SHARE` of its lease. A call wakes a dozen threads of gRPC."""
+_CALM_SHARE = 0.01
 REST_S = 20.0
 """After so long without a request an engine gives back unfilled room: an agent's next turn comes
 sooner, mostly."""
@@ -68,6 +73,9 @@ class _Watched(GuardedEngine):
     footprint: Footprint | None = None
     last_reason: str = ""
     is_attended: bool = False
+    is_calm: bool = False
+    due_mono: float = 0.0
+    """When a calm engine is measured again."""
     steps: dict[str, int] = field(
         default_factory=lambda: {"shrink": 0, "drain": 0, "end": 0, "kill": 0}
     )
@@ -250,8 +258,23 @@ class EngineWatch:
             while True:
                 await self._clock.sleep(self._poll_s)
                 for watched in self._watched.values():
-                    if not watched.is_attended:  # an engine that hangs does not delay the others
+                    if self._is_due(watched):
                         group.create_task(self._attend(watched))
+
+    def _is_due(self, watched: _Watched) -> bool:
+        if watched.is_attended:  # an engine that hangs does not delay the others
+            return False
+        now, was_calm = self._clock.mono(), watched.is_calm
+        changed = abs(watched.guarded_bytes - watched.resident_bytes)
+        watched.is_calm = (
+            not watched.is_at_work
+            and watched.way.stage is Stage.WITHIN
+            and changed <= _CALM_SHARE * watched.lease.bytes
+        )
+        if was_calm and watched.is_calm and now < watched.due_mono:
+            return False
+        watched.due_mono = now + CALM_S
+        return True
 
     async def _attend(self, watched: _Watched) -> None:
         watched.is_attended = True

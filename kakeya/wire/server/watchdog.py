@@ -21,11 +21,25 @@ from kakeya.core.log import event
 _log = logging.getLogger(__name__)
 LIMIT_S = 1.2
 """Ten times the longest collection of garbage or burst of cards."""
-PAUSE_S = 0.3
+PAUSE_S = 0.7
 """Seconds between two questions. A loop that is stuck right after an answer is detected after this
 time and the limit."""
 CALM_S = 5.0
 """How long the loop has to run before a stall is over: the cause may come back."""
+
+
+class _Sign(threading.Event):
+    """A sign of life that was asked for when this was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked_mono = time.monotonic()
+        self.lag_s = 0.0
+
+    def give(self) -> None:
+        """Give it, on the loop."""
+        self.lag_s = time.monotonic() - self._asked_mono
+        self.set()
 
 
 class LoopWatchdog:
@@ -71,24 +85,22 @@ class LoopWatchdog:
 
     def _watch(self) -> None:
         calm_mono: float | None = None
-        while not self._stop.wait(self._pause_s):
-            asked_mono = time.monotonic()
-            sign = threading.Event()
-            if not self._tell(sign.set):
+        while True:
+            sign = _Sign()
+            if not self._tell(sign.give) or self._stop.wait(self._pause_s):
                 return
-            if not sign.wait(self._limit_s):
+            if not sign.wait(self._limit_s - self._pause_s):
                 self._report()
-                if not self._wait_out(sign, asked_mono):
+                if not self._wait_out(sign):
                     return
                 calm_mono = time.monotonic() + self._calm_s
-            now = time.monotonic()
             self.answers += 1
-            self.worst_lag_s = max(self.worst_lag_s, now - asked_mono)
-            if calm_mono is not None and now >= calm_mono:
+            self.worst_lag_s = max(self.worst_lag_s, sign.lag_s)
+            if calm_mono is not None and time.monotonic() >= calm_mono:
                 calm_mono = None
                 self._tell(self._on_calm)
 
-    def _wait_out(self, sign: threading.Event, asked_mono: float) -> bool:
+    def _wait_out(self, sign: _Sign) -> bool:
         """Wait until the loop runs again; False if the watchdog was closed."""
         self._tell(self._on_stuck)
         while not sign.wait(self._pause_s):
@@ -98,7 +110,7 @@ class LoopWatchdog:
             _log,
             "the event loop runs again",
             level=logging.WARNING,
-            stuck_s=time.monotonic() - asked_mono,
+            stuck_s=sign.lag_s,
         )
         return True
 
