@@ -1,19 +1,18 @@
 """The predicted speed of a ring group against the measured one: two ranks, over shaped links.
 
 Two network namespaces are two machines with a core each, and `tc` shapes the link between them to 1
-and to 10 Gbit/s. One process on one core is the node that could hold the model alone: its speed,
-and the round trip of the link, are all that the prediction is told. The models are random, of about
-the size of SmolLM2-135M, which has 3 KV heads and so takes 3 ranks. All are measured in turns.
-Needs root and Linux.
+and to 10 Gbit/s; at 0 it has no shape. One process on one core is the node that could hold the
+model alone: its speed, and the round trip of the link, are all that the prediction is told. The
+models are kakeya-tiny and random ones of 113 M parameters. All of a model are measured in turns,
+and one model after the other. Needs root and Linux; 5 minutes on a quiet machine.
 
-    sudo .venv/bin/python -m benchmarks.ring_plan
-    sudo .venv/bin/python -m benchmarks.ring_plan --collectives    # sums over two ranks alone
+    .venv/bin/python -m benchmarks.ring_plan
+    .venv/bin/python -m benchmarks.ring_plan --collectives    # sums over two ranks alone
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -23,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.report import emit, percentile
+from benchmarks.models import EMBEDDED
+from benchmarks.report import emit
 from kakeya.backends.ring.own_share import weights_in
 from kakeya.fleet.paths.connect_time import connect_rtt_s
 from kakeya.fleet.placement.ring import RingSplit
@@ -45,28 +45,29 @@ from tests.mlx.random_models import write_model
 from tests.mlx.ring.rig import Served, alone, apart
 from tests.netns import LAN, Machine, network
 
-VOCAB = 16_384
-PROMPT, TOKENS, REPEATS = 256, 32, 5
+PROMPT, TOKENS, REPEATS = 256, 48, 5
 ENGINE = ("benchmarks.ring_plan", "engine")
 SUM_BYTES = (2048, 16_384, 131_072, 262_144)
 """Of one token to 128 of a model with 512 numbers between two layers."""
 GOAL = 0.2
 """By so much a prediction may be off."""
 SHAPE: dict[str, object] = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
     "num_key_value_heads": 4,
-    "num_hidden_layers": 24,
+    "num_hidden_layers": 16,
     "head_dim": 64,
-    "vocab_size": VOCAB,
+    "vocab_size": 16_384,
     "max_position_embeddings": 2048,
-    "eos_token_id": VOCAB - 1,
+    "eos_token_id": 16_383,
 }
-MODELS: dict[RingSplit, dict[str, object]] = {
-    RingSplit.TENSOR: SHAPE,
-    RingSplit.PIPELINE: {**SHAPE, "model_type": "qwen2"},
+MODELS = {
+    "llama": RingSplit.TENSOR,
+    "qwen2": RingSplit.PIPELINE,
+    EMBEDDED.name: RingSplit.TENSOR,
 }
+"""The split of each model."""
 
 
 class Pinned(Machine):
@@ -80,30 +81,30 @@ class Pinned(Machine):
 
 @dataclass
 class Timed:
-    """What runs took, in seconds: of a token that is decoded, and of one of a prompt."""
+    """What each run took, in seconds: of a token that is decoded, and of one of a prompt."""
 
     served: Served
-    token_s: list[float]
-    prompt_s: list[float]
-    sent_bytes: list[float]
+    token_s: list[float] = field(default_factory=list)
+    prompt_s: list[float] = field(default_factory=list)
+    sent_bytes: list[float] = field(default_factory=list)
 
-    def run(self, rng: random.Random, sent: Callable[[], int]) -> None:
+    def run(self, rng: random.Random, vocab_size: int, sent: Callable[[], int]) -> None:
         """A new prompt, and tokens behind it."""
+        prompt = [rng.randrange(5, vocab_size - 2) for _ in range(PROMPT)]
         began_s = time.perf_counter()
-        prompt = [rng.randrange(2, VOCAB - 2) for _ in range(PROMPT)]
         stream = self.served.stream(prompt, TOKENS)
         next(stream)
         first_s, before = time.perf_counter(), sent()
-        ends_s = [first_s, *(time.perf_counter() for _ in stream)]
-        if len(ends_s) < TOKENS // 2:
+        more = sum(1 for _ in stream)
+        if more < TOKENS // 2:
             return  # it said its end of text
-        self.token_s += [end - begin for begin, end in itertools.pairwise(ends_s)]
+        self.token_s.append((time.perf_counter() - first_s) / more)
         self.prompt_s.append((first_s - began_s) / PROMPT)
-        self.sent_bytes.append((sent() - before) / (len(ends_s) - 1))
+        self.sent_bytes.append((sent() - before) / more)
 
-    def speed(self, share: float) -> tuple[float, float]:
-        """Tokens/s, and those of prompts, at this percentile of their times."""
-        return 1 / percentile(self.token_s, share), 1 / percentile(self.prompt_s, share)
+    def speed(self) -> tuple[float, float]:
+        """Tokens/s, and those of prompts."""
+        return 1 / statistics.median(self.token_s), 1 / statistics.median(self.prompt_s)
 
 
 def node(weights: RingWeights, tokens_per_s: float, prompts_per_s: float) -> RingNode:
@@ -129,10 +130,10 @@ def predicted(weights: RingWeights, one: RingNode, split: RingSplit, cable: Ring
 
 @contextmanager
 def shaped(gbit: int) -> Iterator[tuple[Machine, ...]]:
-    """Two machines with a core each and such a link."""
+    """Two machines with a core each and such a link, 0 = of no shape."""
     with network(2) as made:
         machines = tuple(Pinned(**vars(one)) for one in made)
-        for one in machines:
+        for one in machines if gbit else ():
             shape = ("rate", f"{gbit}gbit", "burst", "64kb", "latency", "20ms")
             command = ("tc", "-n", one.name, "qdisc", "add", "dev", LAN, "root", "tbf", *shape)
             subprocess.run(command, check=True, timeout=30)
@@ -147,30 +148,37 @@ def measure_cable(machines: Sequence[Machine], gbit: int) -> RingCable:
         with socket.create_server((machines[1].ip, 7071)), machines[0].entered():
             rtt_s = connect_rtt_s(f"{machines[1].ip}:7071")
     assert rtt_s is not None
-    return RingCable(a="a", b="b", rtt_s=rtt_s, bytes_per_s=gbit * 1e9 / 8 * 0.94)
+    return RingCable(a="a", b="b", rtt_s=rtt_s, bytes_per_s=(gbit or 100) * 1e9 / 8 * 0.94)
 
 
 def sent_by(machine: Machine) -> Callable[[], int]:
     """The bytes that left a machine so far."""
-    file = f"/sys/class/net/{LAN}/statistics/tx_bytes"
-    return lambda: int(machine.run("cat", file).stdout)
+
+    def sent() -> int:
+        with machine.entered():
+            lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        line = next(line for line in lines if line.strip().startswith(f"{LAN}:"))
+        return int(line.partition(":")[2].split()[8])
+
+    return sent
 
 
 @dataclass
 class Rig:
     """One process and a group over each link, of one model."""
 
-    split: RingSplit
+    name: str
     weights: RingWeights
+    vocab_size: int
     one: Timed
     groups: dict[int, tuple[Timed, Sequence[Machine]]]
     """By Gbit/s."""
 
     def turn(self, rng: random.Random) -> None:
         """Time each once."""
-        self.one.run(rng, int)
+        self.one.run(rng, self.vocab_size, int)
         for timed, machines in self.groups.values():
-            timed.run(rng, sent_by(machines[0]))
+            timed.run(rng, self.vocab_size, sent_by(machines[0]))
 
     def forget(self) -> None:
         """Leave out what was timed so far, which warmed up."""
@@ -179,52 +187,53 @@ class Rig:
 
 
 @contextmanager
-def started(
-    split: RingSplit, gbits: Sequence[int], changes: Mapping[str, object], folder: Path
-) -> Iterator[Rig]:
+def started(name: str, gbits: Sequence[int], folder: Path) -> Iterator[Rig]:
     """One process and the groups, which serve."""
-    model = write_model(folder / split, "llama", changes={**MODELS[split], **changes}, scale=0.1)
+    model = EMBEDDED
+    if name != EMBEDDED.name:
+        changes = {**SHAPE, "model_type": name}
+        model = write_model(folder / name, "llama", changes=changes, scale=0.1)
+    config = json.loads((model / "config.json").read_text())
     with ExitStack() as stack:
         os.sched_setaffinity(0, {0})
-        one = Timed(stack.enter_context(alone(model, ENGINE)), [], [], [])
+        one = Timed(stack.enter_context(alone(model, ENGINE)))
         os.sched_setaffinity(0, {0, 1})
         groups = {}
         for gbit in gbits:
             machines = stack.enter_context(shaped(gbit))
-            ranks = stack.enter_context(apart(machines, model, "--ring", split, engine=ENGINE))
-            groups[gbit] = (Timed(ranks[0].serves(), [], [], []), machines)
-        yield Rig(split, weights_in(model), one, groups)
+            split = ("--ring", MODELS[name])
+            ranks = stack.enter_context(apart(machines, model, *split, engine=ENGINE))
+            groups[gbit] = (Timed(ranks[0].serves()), machines)
+            print(f"{name}: a group over {gbit} Gbit/s serves", flush=True)
+        yield Rig(name, weights_in(model), config["vocab_size"], one, groups)
 
 
-def tell(
-    weights: RingWeights,
-    split: RingSplit,
-    gbit: int,
-    one: Timed,
-    timed: Timed,
-    cable: RingCable,
-    share: float,
-) -> None:
-    """Print the lines of one group."""
-    speed = predicted(weights, node(weights, *one.speed(share)), split, cable)
-    foretold = (speed.tokens_per_second, speed.prefill_tokens_per_second)
-    for what, alone_per_s, group_per_s, told in zip(
-        ("decode", "prefill"), one.speed(share), timed.speed(share), foretold, strict=True
-    ):
-        emit(
-            f"{split} over 2 ranks, {gbit} Gbit/s, {what} tokens/s, predicted against measured",
-            ours=told,
-            baseline=group_per_s,
-            ratio=told / group_per_s,
-            goal=f"within {GOAL:.0%}",
-            met=abs(told / group_per_s - 1) <= GOAL,
-            one_core=round(alone_per_s, 1),
-            group_against_one_core=round(group_per_s / alone_per_s, 2),
-            rtt_us=round(cable.rtt_s * 1e6),
-            collectives_per_token=speed.waits,
-            sent_bytes_per_token=round(statistics.median(timed.sent_bytes)),
-            foretold_bytes_per_token=speed.sent_bytes,
-        )
+def tell(rig: Rig) -> None:
+    """Print the lines of each group."""
+    split, one, weights = MODELS[rig.name], rig.one, rig.weights
+    for gbit, (timed, machines) in rig.groups.items():
+        cable = measure_cable(machines, gbit)
+        speed = predicted(weights, node(weights, *one.speed()), split, cable)
+        foretold = (speed.tokens_per_second, speed.prefill_tokens_per_second)
+        link = f"{gbit} Gbit/s" if gbit else "no shape"
+        for what, alone_per_s, group_per_s, told in zip(
+            ("decode", "prefill"), one.speed(), timed.speed(), foretold, strict=True
+        ):
+            emit(
+                f"{rig.name}, {split} over 2 ranks, {link}, {what} tokens/s, "
+                "predicted against measured",
+                ours=told,
+                baseline=group_per_s,
+                ratio=told / group_per_s,
+                goal=f"within {GOAL:.0%}",
+                met=abs(told / group_per_s - 1) <= GOAL,
+                one_core=round(alone_per_s, 1),
+                group_against_one_core=round(group_per_s / alone_per_s, 2),
+                rtt_us=round(cable.rtt_s * 1e6),
+                collectives_per_token=speed.waits,
+                sent_bytes_per_token=round(statistics.median(timed.sent_bytes)),
+                foretold_bytes_per_token=speed.sent_bytes,
+            )
 
 
 def engine() -> None:
@@ -297,51 +306,29 @@ def main() -> None:
         sums()
         return
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--split", choices=tuple(RingSplit), action="append")
+    parser.add_argument("--model", choices=tuple(MODELS), action="append")
     parser.add_argument("--gbit", type=int, action="append")
     parser.add_argument("--collectives", action="store_true")
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument(
-        "--percentile",
-        type=float,
-        default=50.0,
-        help="of times; a low one on a machine that is never quiet",
-    )
     options = parser.parse_args()
-    gbits = options.gbit or (1, 10)
-    if options.collectives:
-        with tempfile.TemporaryDirectory(prefix="kkr") as folder:
-            for gbit in gbits:
+    with tempfile.TemporaryDirectory(prefix="kkr") as folder:
+        if options.collectives:
+            for gbit in options.gbit or (1, 10):
                 tell_sums(gbit, Path(folder))
-        return
-    changes = {
-        "num_hidden_layers": options.layers,
-        "hidden_size": options.hidden,
-        "intermediate_size": 3 * options.hidden,
-        "head_dim": options.hidden // 8,
-    }
-    with tempfile.TemporaryDirectory(prefix="kkr") as folder, ExitStack() as stack:
-        rigs = [
-            stack.enter_context(started(RingSplit(split), gbits, changes, Path(folder)))
-            for split in options.split or RingSplit
-        ]
-        measure(rigs, options.repeats)
-        for rig in rigs:
-            for gbit, (timed, machines) in rig.groups.items():
-                cable = measure_cable(machines, gbit)
-                tell(rig.weights, rig.split, gbit, rig.one, timed, cable, options.percentile / 100)
+            return
+        for name in options.model or MODELS:
+            with started(name, options.gbit or (0, 1, 10), Path(folder)) as rig:
+                measure(rig, options.repeats)
+                tell(rig)
 
 
-def measure(rigs: Sequence[Rig], repeats: int) -> None:
+def measure(rig: Rig, repeats: int) -> None:
     """Time all in turns."""
     rng = random.Random(1)
     for count in range(repeats + 1):
-        for rig in rigs:
-            rig.turn(rng)
-            if not count:
-                rig.forget()
+        rig.turn(rng)
+        if not count:
+            rig.forget()
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ def _parse(argv: list[str] | None) -> Namespace:
     parser.add_argument("--identity", type=Path, help="folder of the identity for calls to peers")
     parser.add_argument("--ring", choices=("tensor", "pipeline"), help="be a rank of mlx.launch")
     layers = "layers of each rank of a pipeline, from rank 0 on: 20,12"
+    parser.add_argument("--memory-bytes", type=int, default=0, help="bound of mlx in a rank")
     parser.add_argument("--layers", type=_numbers, default=(), help=layers)
     states = "keep hidden states for this drafter: the name it is served under, and its folder"
     parser.add_argument("--states-for", type=_named_folder, metavar="NAME=FOLDER", help=states)

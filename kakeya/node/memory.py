@@ -347,8 +347,10 @@ class NodeMemory:
 
     def _check_pinned(self) -> None:
         verifiers = self.engines.of_role(ModelRole.VERIFIER)
-        texts = [model.model_id for model in verifiers if not model.is_on_demand]
-        check_pinned(self._pinned(), self._sizes.by_id, texts, self.arbiter.status().budget_bytes)
+        texts = {model.model_id for model in verifiers if not model.is_on_demand}
+        rings = {spec.model_id for spec, _ in self.engines.models() if spec.ring}  # lent already
+        sizes, budget = self._sizes.by_id, self.arbiter.status().budget_bytes
+        check_pinned(self._pinned() - rings, sizes, sorted(texts - rings), budget)
 
     def _pinned(self) -> frozenset[str]:
         said = (model.model_id for model in self._all() if model.manifest.pin)

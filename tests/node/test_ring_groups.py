@@ -4,11 +4,12 @@ has the same model alone."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import openai
 import pytest
 import pytest_asyncio
 
+from kakeya.cli.main import main
 from kakeya.fleet.placement.ring import ring_path_available
-from tests.node.nodes import QUICK, VERIFIER, NodeProcess, client_of, offers, run_cli, seen_by
+from tests.node.nodes import QUICK, VERIFIER, NodeProcess, client_of, offers, seen_by
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -38,8 +40,7 @@ class Fleet:
     async def ring(self, *arguments: str) -> tuple[int, str]:
         """`kakeya ring` at the front: its exit status, and what it says."""
         at = ("--data-dir", str(self._folder / "front" / "data"))
-        done = await asyncio.to_thread(run_cli, "ring", *arguments, *at)
-        return done.returncode, done.stderr if done.returncode else done.stdout
+        return await asyncio.to_thread(said_by, "ring", *arguments, *at)
 
     async def up(self, *flags: str) -> tuple[int, str]:
         return await self.ring("up", VERIFIER, "--nodes", "left,right", "--name", GROUP, *flags)
@@ -87,6 +88,14 @@ class Fleet:
             lambda: self.led()["state"] == "up" and self.led()["restarts"] >= restarts,
             limit_s=UP_S,
         )
+
+
+def said_by(*arguments: str) -> tuple[int, str]:
+    """A command of `kakeya` in this process, which spares its imports."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(arguments)
+    return status, err.getvalue() if status else out.getvalue()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -35,6 +35,8 @@ _CALL_S = 5.0
 _LIST_S = 2.0
 _END_S = 4.0
 """A rank has half a second to end by itself."""
+_DOWN_S = 40.0
+"""A group that ends may wait `GONE_S` for its engine, and then for its members."""
 _FOREVER_S = 10 * 365 * 86400.0
 
 
@@ -148,7 +150,7 @@ class RingPeer:
         """End a group that the peer leads."""
         message = pb.EndGroupRequest(name=name, is_for_leader=True)
         with calling(self.label):
-            await self._stub.EndGroup(message, timeout=4 * _END_S)
+            await self._stub.EndGroup(message, timeout=_DOWN_S)
 
     async def groups(self) -> Sequence[Json]:
         """The groups that it leads and its ranks of others."""

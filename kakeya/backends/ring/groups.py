@@ -305,6 +305,8 @@ class RingGroups:
         check = group.model.check if group.model else None
         checked = check.status() if check else None
         try:
+            if away := self._away(group):  # found out here, its model is offered at no moment
+                raise PeerUnavailable(f"{', '.join(away)} is away")
             model = group.model or await self._register(group)
             if not model.failures.is_barred:
                 model.failures.clear()  # the pauses are those of the group
@@ -317,6 +319,11 @@ class RingGroups:
             group.state = group.state.failed(told.message, self._clock.mono())
             raise told from None
         group.look(self._clock.mono())
+
+    def _away(self, group: LedGroup) -> Sequence[str]:
+        """The members of a group that was up or tried before which are not there."""
+        nodes = [seat.node for seat in group.spec.seats if group.model is not None]
+        return [self._peers.label_of(node) for node in nodes if not self._peers.are_live([node])]
 
     async def _register(self, group: LedGroup) -> ResidentModel:
         spec = group.spec
@@ -438,5 +445,5 @@ def node_rings(
     peers = RingPeers(plane, clock)
     sockets = sockets_folder(folder)
     own = weights.OwnWeights(lambda: peers.own_label, home.sources, pulled)
-    host = RankHost(home.arbiter, own, command, sockets, on_change=on_change)
+    host = RankHost(home.arbiter, own, command, sockets, clock=clock, on_change=on_change)
     return RingGroups(home, peers, host, folder=folder, sockets=sockets, clock=clock)

@@ -16,13 +16,15 @@ import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kakeya.backends.engine.escalation import EndIt, EngineSight, Escalation, KillIt
 from kakeya.backends.engine.process import EngineProcess, SocketFolder
 from kakeya.backends.engines import EngineCommand
 from kakeya.backends.ring import weights
 from kakeya.backends.ring.spec import RingSpec
+from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     Conflict,
     DeadlineExceeded,
@@ -142,15 +144,19 @@ class RankHost:
         command: EngineCommand,
         sockets: Path | None,
         *,
+        clock: Clock,
         on_change: Callable[[], None],
     ) -> None:
         self._arbiter = arbiter
+        self._clock = clock
         self.own = own
         self._command = command
         self._sockets = sockets
         self._on_change = on_change
         self._sizes: dict[str, int] = {}
         self._ranks: dict[str, HostedRank] = {}
+        self._ways: dict[str, Escalation] = {}
+        """By rank, over its successive processes: ends of one that outgrows its lease are rare."""
         arbiter.register(
             Capability(
                 name=CAPABILITY,
@@ -204,7 +210,9 @@ class RankHost:
                 raise Conflict(f"rank {rank} of {name} was started already, or ends")
             found.group_id = ring_name(hosts)
             environ = await asyncio.to_thread(rank_environ, found.sockets.path, rank, hosts)
-            command = self._command(found.order.spec.model(), str(found.folder))
+            model = found.order.spec.model()
+            bound = ("--memory-bytes", str(found.bytes))
+            command = self._command(replace(model, ring=(*model.ring, *bound)), str(found.folder))
             found.free_port()
             socket = found.sockets.next_socket()
             found.process = await EngineProcess.start(
@@ -234,6 +242,18 @@ class RankHost:
             if used := resident_bytes(rank.process.pid):
                 size = max(rank.bytes, used)
                 self._arbiter.measure(CAPABILITY, rank.order.key, size, size - used)
+                self._bound(rank, rank.process, used)
+
+    def _bound(self, rank: HostedRank, process: EngineProcess, used: int) -> None:
+        """End a rank far above its lease and what the budget leaves beside that, as an engine that
+        does not shrink; its group forms again."""
+        allowed = max(rank.bytes, used + self._arbiter.status().free_bytes)
+        sight = EngineSight(child=process.pid, resident_bytes=used, lease_bytes=allowed, running=0)
+        way = self._ways.setdefault(rank.order.key, Escalation())
+        step = way.see(sight, self._clock.mono())
+        if isinstance(step, EndIt | KillIt):
+            event(_log, "rank ended", level=logging.WARNING, rank=rank.order.key, why=step.reason)
+            process.kill(step.reason)
 
     async def _replace(self, order: RankOrder) -> None:
         """End the same rank of a call that is not known to be over yet."""

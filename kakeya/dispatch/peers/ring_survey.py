@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ from kakeya.wire.channels import is_local
 SURVEY_S = 5.0
 """How long a node may take to tell: it reads headers of weights, and measures links."""
 NOT_NAMED = "it was not named"
+_MEASURE_S = 3.5
+"""Of that for all links: those that are left keep what is expected of them."""
 _MOST_SURVEYED = 32
 _PROBE_S = 2.0
 _PROBE, _MOST_PROBE = 2 * MIB, 4 * MIB
@@ -159,13 +162,16 @@ class RingSurvey:
 
     async def _report(self, weights: RingWeights | None, node_ids: Sequence[str]) -> ShareReport:
         share = await self._own.describe()
-        # One after the other: at once, they would share this node's own link.
-        cables = [
-            await self._measure(card)
-            for card in self._plane.registry.live_peers(mono=self._clock.mono())
-            if card.node_id in node_ids[:_MOST_SURVEYED]
-        ]
-        return ShareReport(share=share, weights=weights, cables=tuple(filter(None, cables)))
+        suspects = self._plane.registry.suspects()
+        cards = self._plane.registry.live_peers(mono=self._clock.mono())
+        cables: list[RingCable] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MEASURE_S):
+                # One after the other: at once, they would share this node's own link.
+                for card in sorted(cards, key=lambda one: one.node_id in suspects):
+                    if card.node_id in node_ids[:_MOST_SURVEYED]:
+                        cables += filter(None, [await self._measure(card)])
+        return ShareReport(share=share, weights=weights, cables=tuple(cables))
 
     async def _measure(self, card: Card) -> RingCable | None:
         address = self._plane.routes.address_for(card)
@@ -174,12 +180,12 @@ class RingSurvey:
         way = next((one for one in card.endpoints if one.address == address), None)
         network = LOOPBACK if is_local(address) else way.network if way else ""
         rtt_s = await asyncio.to_thread(connect_rtt_s, address)
+        rate = 0.0 if rtt_s is None else await self._rate(card, address)
         return RingCable(
             a=self._plane.registry.node_id,
             b=card.node_id,
             rtt_s=UNMEASURED_RTT_S if rtt_s is None else rtt_s,
-            bytes_per_s=await self._rate(card, address)
-            or self._plane.links.expected(card.node_id, network),
+            bytes_per_s=rate or self._plane.links.expected(card.node_id, network),
             network=network,
         )
 

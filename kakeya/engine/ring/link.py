@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import struct
 import threading
@@ -17,6 +18,8 @@ from kakeya.engine.ring.progress import SILENT_S
 _LENGTH = struct.Struct(">I")
 _MOST_BYTES = 16 << 20
 """The longest command names the token ids of one piece of a prompt."""
+_LOOKS = 12
+"""Silence is as many looks in vain: a machine that stood still makes one look long, and no more."""
 
 
 class RingLink:
@@ -27,6 +30,8 @@ class RingLink:
         connection.settimeout(silent_s)
         self._connection = connection
         self._silent_s = silent_s
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
         self._sending = threading.Lock()
 
     def send(self, message: object) -> None:
@@ -58,10 +63,11 @@ class RingLink:
     def _read(self, size: int) -> bytes:
         parts = bytearray()
         while len(parts) < size:
+            look_ms = 1000 * self._silent_s / _LOOKS
+            if not any(self._arrivals.poll(look_ms) for _ in range(_LOOKS)):
+                raise PeerUnavailable(f"it said nothing for {self._silent_s:.0f} s")
             try:
                 part = self._connection.recv(size - len(parts))
-            except TimeoutError:
-                raise PeerUnavailable(f"it said nothing for {self._silent_s:.0f} s") from None
             except OSError as failure:
                 raise PeerUnavailable(f"its connection failed: {failure}") from failure
             if not part:

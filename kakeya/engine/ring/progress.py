@@ -9,7 +9,7 @@ from __future__ import annotations
 
 BEAT_S = 0.5
 """Each rank says so often how far it is."""
-SILENT_S = 8.0
+SILENT_S = 6.0
 """A rank that says nothing for so long is lost: it is stopped, or cut off."""
 STUCK_S = 8.0
 """A forward may always take so long, and `_SPARE` times as long as those before it did."""

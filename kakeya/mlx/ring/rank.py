@@ -103,7 +103,9 @@ class RingRank:
             follower.ready(_facts(loaded))
             calls = follower.commands()
             next(calls)  # the check
-            model = FollowerModel(MlxModel(loaded, 0.0, fast))
+            own = MlxModel(loaded, 0.0, fast)
+            own.limit(self._options.memory_bytes or None, None)
+            model = FollowerModel(own)
             while True:
                 model.repeat(next(calls))
         except Exception as failure:

@@ -195,6 +195,18 @@ async def test_members_that_were_there_all_the_time_do_not_shorten_the_pause(
         await leader.groups.aclose()
 
 
+async def test_a_group_whose_member_is_away_is_not_tried_so_its_model_is_not_offered(
+    tmp_path: Path,
+) -> None:
+    leader = Leader(tmp_path)
+    leader.home.model.room.set()
+    await leader.up()
+    leader.peers.away = ("right",)
+    with pytest.raises(KakeyaError, match="is not up: right is away"):
+        await leader.groups._form(leader.groups._groups[SPEC.name])
+    assert (leader.home.model.tries, leader.status()["state"]) == (1, "waiting")
+
+
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe\x00", b"[]", b"{}", b'{"groups": [1]}', b'{"groups": "\xff"}']
 )

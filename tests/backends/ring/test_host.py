@@ -36,13 +36,15 @@ def order(leader: str) -> RankOrder:
 
 
 @asynccontextmanager
-async def hosting() -> AsyncIterator[tuple[MemoryArbiter, RankHost]]:
+async def hosting(clock: FakeClock | None = None) -> AsyncIterator[tuple[MemoryArbiter, RankHost]]:
+    clock = clock or FakeClock()
     own: Any = SimpleNamespace(
         folder=lambda _: EMBEDDED_FOLDER / "kakeya-tiny", label=lambda: "right"
     )
     command: Any = None
-    async with MemoryArbiter(budget=4000 * MIB, clock=FakeClock(), grace_s=0) as arbiter:
-        yield arbiter, RankHost(arbiter, own, command, None, on_change=lambda: None)
+    async with MemoryArbiter(budget=4000 * MIB, clock=clock, grace_s=0) as arbiter:
+        host = RankHost(arbiter, own, command, None, clock=clock, on_change=lambda: None)
+        yield arbiter, host
 
 
 async def test_two_leaders_that_ask_at_once_for_one_rank_do_not_share_its_memory() -> None:
@@ -65,6 +67,35 @@ async def test_a_rank_of_another_group_keeps_no_node_from_the_audits_of_its_own(
         checks = GroupChecks(engines, arbiter, data_dir=tmp_path, clock=FakeClock())
         checks.add(model)
         assert model.check._is_idle()
+
+
+async def test_a_rank_far_above_its_lease_and_the_budget_is_ended_and_no_other_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock()
+    async with hosting(clock) as (arbiter, host), host.lent(order("a")) as rank:
+        killed: list[str] = []
+        process: Any = SimpleNamespace(pid=7, has_exited=False, aclose=_closed)
+
+        def kill(why: str) -> None:
+            killed.append(why)
+            process.has_exited = True
+
+        process.kill, rank.process = kill, process
+        budget = arbiter.status().budget_bytes
+        for used, ends in ((rank.bytes, 0), (budget, 0), (budget * 21 // 20, 0), (2 * budget, 1)):
+            monkeypatch.setattr(
+                "kakeya.backends.ring.host.resident_bytes", lambda _, used=used: used
+            )
+            for _ in range(10):
+                host.measure()
+                clock.advance(1.0)
+            assert len(killed) == ends, killed
+        assert "of a lease of" in killed[0]
+
+
+async def _closed(_: float) -> None:
+    pass
 
 
 async def test_a_leader_that_asks_again_gets_the_rank_anew() -> None:

@@ -15,8 +15,10 @@ from kakeya.backends.ring.own_share import NodeShare, OwnShare
 from kakeya.cli.main import main
 from kakeya.core.errors import InvalidArgument, NotFound, PeerProtocol
 from kakeya.core.units import MIB
+from kakeya.dispatch.peers import ring_survey
 from kakeya.dispatch.peers.ring_survey import RingSurvey
 from kakeya.dispatch.peers.ring_wire import ShareReport, report_from_wire, report_to_wire
+from kakeya.fleet.cards.cards import Card
 from kakeya.fleet.placement.ring_speed import RingCable
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.memory.api import MemoryArbiter
@@ -109,6 +111,23 @@ async def test_a_node_that_does_not_tell_is_no_member(fleet: Fleet) -> None:
     assert "older build" in found["older"]
     assert found["closed"]
     assert found["front"] == ""
+
+
+async def test_links_to_silent_peers_take_no_time_from_those_to_others(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured(card: Card) -> RingCable:
+        if card.node_id != "left":
+            await asyncio.Event().wait()
+        return RingCable(a="front", b=card.node_id)
+
+    monkeypatch.setattr(ring_survey, "_MEASURE_S", 0.05)
+    monkeypatch.setattr(fleet.survey, "_measure", measured)
+    names = ["a-silent", "b-silent", "left"]
+    for name in names[:2]:
+        fleet.front.call_failed(fleet.front.hear(name))
+    answer = await fleet.survey.describe(pb.DescribeShareRequest(node_ids=names))
+    assert [link.node_id for link in answer.links] == ["left"]
 
 
 def test_a_report_survives_the_wire_and_figures_that_are_none_do_not() -> None:

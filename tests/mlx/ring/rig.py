@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import pytest
 
 from kakeya.core.units import pack_ids
 from kakeya.v1 import engine_pb2 as pb
@@ -22,6 +23,7 @@ from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from tests import findings
 from tests.engine.rig import frames_of
 from tests.netns import Machine
+from tests.waiting import wait_until
 
 LAUNCH = Path(sys.executable).parent / "mlx.launch"
 START_S = 240.0
@@ -62,6 +64,23 @@ class Served:
         """The processes of the ranks of a group, in their order."""
         found = re.findall(r"in the ring .*rank=(\d+) .*pid=(\d+)", self.said())
         return [pid for _, pid in sorted((int(rank), int(pid)) for rank, pid in found)]
+
+
+def loses(served: Served, stream: Iterator[int]) -> None:
+    """Rank 0 ends, and the client of the answer is told."""
+    with pytest.raises(grpc.RpcError) as ended:
+        list(stream)
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    wait_until("the end of rank 0", lambda: not is_running(served.pids()[0]))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process computes, or could; one that ended and is not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
 
 
 def free_ports(count: int) -> int:

@@ -6,6 +6,8 @@ of models that are small enough for no tie.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,8 @@ import pytest
 from kakeya.core.units import pack_ids
 from kakeya.v1 import engine_pb2 as pb
 from tests.mlx.random_models import QWEN3_MOE, write_model
-from tests.mlx.ring.rig import LAUNCH, START_S, Served, alone, group
+from tests.mlx.ring.rig import LAUNCH, START_S, Served, alone, group, is_running, loses
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not LAUNCH.exists(), reason="mlx.launch is not installed")
 
@@ -112,18 +115,21 @@ def test_other_splits_say_what_one_process_says(
         assert together(many, PROMPTS[1:], TOKENS) == said
 
 
+def test_a_killed_rank_ends_the_group_behind_all_other_tests_of_it(two: Served) -> None:
+    stream = two.stream(PROMPTS[1], 300)
+    next(stream)
+    os.kill(two.pids()[1], signal.SIGKILL)
+    loses(two, stream)
+    wait_until("the end of all", lambda: not any(map(is_running, two.pids())))
+
+
+@pytest.mark.slow  # test_share.py has the refusals in one process
 @pytest.mark.parametrize(
     ("architecture", "changes", "flags", "reason"),
     [
         ("llama", SMOL, ["tensor"], "9 attention heads, which 2 ranks cannot share equally"),
-        pytest.param(
-            *("llama", {}, ["pipeline"], "mlx-lm has no pipeline of 'llama' models"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("gemma3", {}, ["tensor"], "mlx-lm has no tensor split of 'gemma3_text' models"),
-            marks=pytest.mark.slow,
-        ),
+        ("llama", {}, ["pipeline"], "mlx-lm has no pipeline of 'llama' models"),
+        ("gemma3", {}, ["tensor"], "mlx-lm has no tensor split of 'gemma3_text' models"),
     ],
 )
 def test_a_split_that_the_model_has_not_is_refused_by_all_ranks(
