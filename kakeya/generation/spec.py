@@ -118,7 +118,7 @@ def where_pulled(spec: ModelSpec, folder: Path) -> ModelSpec:
 
 def pulled_model(name: str, path: Path) -> ModelSpec:
     """The spec of a model that a pull brought, in the role that its files call for. Blocks."""
-    kind = _kind(path)
+    kind = kind_of(path)
     role = ModelRole.EMBEDDER if kind in ENCODERS else ModelRole.VERIFIER
     return replace(_spec(name, str(path), role), is_on_demand=True)
 
@@ -158,10 +158,10 @@ def _snapshot(folder: Path) -> Path:
 
 def _only_drafts(folder: Path) -> bool:
     """Whether a folder holds a drafter that fills blocks of masks. Blocks."""
-    return _kind(folder) == BLOCK_DIFFUSION
+    return kind_of(folder) == BLOCK_DIFFUSION
 
 
-def _kind(folder: Path) -> str:
+def kind_of(folder: Path) -> str:
     """The kind of the model in a folder, "" = it says none. Blocks."""
     try:
         config = json.loads((folder / "config.json").read_bytes())

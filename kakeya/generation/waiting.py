@@ -19,6 +19,7 @@ class WaitReason(StrEnum):
     """The thing for which a request waits."""
 
     MEMORY = "memory"  # its model is in line for memory
+    PULL = "pull"  # the files of its model come from peers
     LOAD = "load"  # its model loads
     RESTART = "restart"  # the engine of its model starts again
     ADAPTER = "adapter"  # its adapter is on its way to a slot
@@ -30,6 +31,7 @@ class WaitReason(StrEnum):
 
 _SAYS = {
     WaitReason.MEMORY: "{place} for memory, {model}",
+    WaitReason.PULL: "bringing {model} here",
     WaitReason.LOAD: "loading {model}",
     WaitReason.RESTART: "starting {model} again",
     WaitReason.ADAPTER: "loading the adapter, {model}",

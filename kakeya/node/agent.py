@@ -21,6 +21,7 @@ from pathlib import Path
 from socket import socket
 from typing import Self
 
+from kakeya.backends.added.on_demand import OnDemandPulls
 from kakeya.backends.added.pulled import PulledModels
 from kakeya.backends.awake import StayAwake
 from kakeya.backends.engine.engine import EngineOptions
@@ -41,6 +42,7 @@ from kakeya.dispatch.registry import TaskRegistry
 from kakeya.dispatch.routed.relays import offered
 from kakeya.dispatch.watch.recent_lines import RecentLines
 from kakeya.fleet.cards.cards import Offer
+from kakeya.fleet.cards.disk_model import DiskModel
 from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.identity.identity import Identity
@@ -125,6 +127,7 @@ class Agent:
         self._engines = self._memory.engines
         self._relays = Relays(config.backends, self._clock)
         self._group_seat: Callable[[], RingOffer | None] = lambda: None
+        self._on_disk: Callable[[], tuple[DiskModel, ...]] = tuple
         self._awake = StayAwake(config.chosen.awake, clock=self._clock)
 
     async def __aenter__(self) -> Self:
@@ -183,11 +186,15 @@ class Agent:
             on_change=self._changed.set,
             clock=self._clock,
         )
+        self._on_disk = lambda: self._weights.on_disk
         stack.push_async_callback(self._weights.aclose)
         home = self._memory.model_home()
         self._pulled = PulledModels(home, self._weights)
         if self._config.weights.serve:
             await self._pulled.open()
+        most_s = self._config.chosen.wait_s
+        on_demand = OnDemandPulls(home, self._weights, self._config.weights, most_s=most_s)
+        stack.push_async_callback(on_demand.aclose)
         self._pages = await stack.enter_async_context(
             NodePages(
                 self._config.adapters,
@@ -248,6 +255,7 @@ class Agent:
             self._pages,
             self._precache,
             self._weights,
+            on_demand,
             self._rings,
             data_dir=self._folder,
             wait_s=self._config.chosen.wait_s,
@@ -430,6 +438,7 @@ class Agent:
             unified_memory_bytes=unified_memory_bytes(),
             ttl_s=self._config.fleet.ttl_s,
             is_careful=self._memory.is_careful,
+            on_disk=self._on_disk(),
         )
         return make_offer(
             place,

@@ -12,8 +12,14 @@ from dataclasses import dataclass
 
 from kakeya.backends.images.model import IMAGE
 from kakeya.core.ids import NGRAM, ModelId
-from kakeya.fleet.cards.cards import MAX_MODELS, Endpoint, Offer, OfferedModel
+from kakeya.fleet.cards.cards import (
+    MAX_MODELS,
+    Endpoint,
+    Offer,
+    OfferedModel,
+)
 from kakeya.fleet.cards.cards import CardRole as CardRole
+from kakeya.fleet.cards.disk_model import MAX_ON_DISK, DiskModel
 from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.fleet.placement.ring import seat_address
 from kakeya.generation.facts import ModelFacts
@@ -23,7 +29,7 @@ from kakeya.generation.spec import ModelRole
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """Facts of a node beside its models. `ring_address` "" = started in no ring; `ring`
-    is the rank in a group."""
+    is the rank in a group; `on_disk` are the models that it gives to others."""
 
     grpc_address: str
     platform: str
@@ -35,6 +41,7 @@ class NodeFacts:
     endpoints: tuple[Endpoint, ...] = ()
     is_authority: bool = False
     is_careful: bool = False
+    on_disk: tuple[DiskModel, ...] = ()
 
 
 _CARD_ROLES = {
@@ -73,6 +80,7 @@ def make_offer(
         for name in drawing
     )
     ngram = OfferedModel(model_id=NGRAM, role=CardRole.PROPOSER)
+    named = {str(one.model_id) for one in (*models, *cold, *tools)}
     return Offer(
         grpc_address=place.grpc_address,
         label=place.label,
@@ -87,4 +95,5 @@ def make_offer(
         models=(*models, *cold, *tools, ngram, *relayed)[:MAX_MODELS],
         ttl_s=place.ttl_s,
         is_careful=place.is_careful,
+        on_disk=tuple(one for one in place.on_disk if one.model_id not in named)[:MAX_ON_DISK],
     )

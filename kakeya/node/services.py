@@ -12,6 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from kakeya.adapters.service import AdapterService
+from kakeya.backends.added.on_demand import OnDemandPulls
 from kakeya.backends.relay.relays import Relays
 from kakeya.backends.resident import ResidentModel
 from kakeya.backends.ring.groups import RingGroups
@@ -37,6 +38,7 @@ from kakeya.dispatch.routed.copied import AnswerCopies
 from kakeya.dispatch.routed.declared_copies import DeclaredCopies
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.models import RoutedModels
+from kakeya.dispatch.routed.pulls import FleetPulls
 from kakeya.dispatch.routed.relays import RoutedRelays
 from kakeya.dispatch.watch.facts import OwnSections
 from kakeya.dispatch.watch.fleet import FleetWatch
@@ -88,6 +90,7 @@ class Services:
         pages: NodePages,
         precache: NodePrecache,
         weights: NodeWeights,
+        on_demand: OnDemandPulls,
         rings: RingGroups,
         *,
         data_dir: Path,
@@ -124,7 +127,8 @@ class Services:
         self.routes = RouteHistory(clock)
         shares_kv = pages.shares_prefixes
         self.serving_peers = ServingPeers(plane, texts, clock, shares_kv=shares_kv)
-        self.models = RoutedModels(models, self.serving_peers, self.routes)
+        pulls = FleetPulls(on_demand, self.serving_peers)
+        self.models = RoutedModels(models, self.serving_peers, self.routes, pulls)
         """The models of the fleet, for clients of this node."""
         precache.elsewhere = self.models.turn_elsewhere
         self.relays = RoutedRelays(relays, self.models, self.serving_peers)

@@ -157,6 +157,7 @@ class NodeCapability(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
+    ON_DISK_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     grpc_address: _builtins.str
     platform: _builtins.str
@@ -202,6 +203,10 @@ class NodeCapability(_message.Message):
     def ring(self) -> Global___RingSeatCapability:
         """The rank that the node has in a ring group now, beside ring_address; absent without one."""
 
+    @_builtins.property
+    def on_disk(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelOnDisk]:
+        """Models on the node's disk that it gives to members, and does not offer to run now."""
+
     def __init__(
         self,
         *,
@@ -230,14 +235,38 @@ class NodeCapability(_message.Message):
         certificate: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
         ring: Global___RingSeatCapability | None = ...,
+        on_disk: _abc.Iterable[Global___ModelOnDisk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "beat_anchor", b"beat_anchor", "caches", b"caches", "certificate", b"certificate", "endpoints", b"endpoints", "grpc_address", b"grpc_address", "incarnation", b"incarnation", "is_authority", b"is_authority", "is_careful", b"is_careful", "is_leaving", b"is_leaving", "label", b"label", "life", b"life", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "platform", b"platform", "prefill_workers", b"prefill_workers", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ring", b"ring", "ring_address", b"ring_address", "signature", b"signature", "started_at_unix", b"started_at_unix", "ttl_seconds", b"ttl_seconds", "unified_memory_bytes", b"unified_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced_at_unix", b"announced_at_unix", "beat_anchor", b"beat_anchor", "caches", b"caches", "certificate", b"certificate", "endpoints", b"endpoints", "grpc_address", b"grpc_address", "incarnation", b"incarnation", "is_authority", b"is_authority", "is_careful", b"is_careful", "is_leaving", b"is_leaving", "label", b"label", "life", b"life", "mlx_version", b"mlx_version", "models", b"models", "node_id", b"node_id", "on_disk", b"on_disk", "platform", b"platform", "prefill_workers", b"prefill_workers", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ring", b"ring", "ring_address", b"ring_address", "signature", b"signature", "started_at_unix", b"started_at_unix", "ttl_seconds", b"ttl_seconds", "unified_memory_bytes", b"unified_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeCapability: _TypeAlias = NodeCapability  # noqa: Y015
+
+@_typing.final
+class ModelOnDisk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.str
+    bytes: _builtins.int
+    """Of its files."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "model_id", b"model_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelOnDisk: _TypeAlias = ModelOnDisk  # noqa: Y015
 
 @_typing.final
 class RingSeatCapability(_message.Message):

@@ -33,6 +33,12 @@ class WeightsConfig:
         switch,
         True,
     )
+    pull_on_demand: bool = setting(
+        "a request for a model that no node can serve now may pull it from a peer that has it on "
+        "its disk (true)",
+        switch,
+        True,
+    )
     peers: bool = setting("peers may fetch this node's models (true)", switch, True)
 
     def models_folder(self, data_dir: Path) -> Path:

@@ -29,12 +29,15 @@ class ModelSearch:
         peers: WeightsPeers,
         clock: Clock,
         tell: Callable[[str], None],
+        *,
+        may_use_hub: bool = True,
     ) -> None:
         self._name = name
         self._from = from_node
         self._peers = peers
         self._clock = clock
         self._tell = tell
+        self._is_of_hub = may_use_hub and not from_node and bool(_HUB_NAME.match(name))
 
     def asked(self) -> tuple[WeightsPeer, ...]:
         """The peers that are asked. Raises NotFound where the named one is not there."""
@@ -69,7 +72,7 @@ class ModelSearch:
                 break
             await self._clock.sleep(LOOK_S)
         self._tell("")
-        if _HUB_NAME.match(self._name) and not self._from and not why:
+        if self._is_of_hub and not why:
             return None
         why = why or [f"{label} did not answer: {one}" for label, one in silent.items()]
         raise NotFound(

@@ -21,9 +21,10 @@ from typing import NamedTuple
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.files import write_atomically
 from kakeya.core.gguf import gguf_files, gguf_shards
+from kakeya.core.ids import BLOCK_DIFFUSION, ENCODERS
 from kakeya.core.log import event
 from kakeya.core.weight_files import weight_files
-from kakeya.generation.spec import GGUF, PIPELINE_FILE
+from kakeya.generation.spec import GGUF, PIPELINE_FILE, kind_of
 from kakeya.weights.manifest import SUFFIXES, check_file_name, check_model_name
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class FoundModel:
     path: Path
     files: tuple[ModelFile, ...]
     record: PullRecord | None = None
+    is_text: bool = False
+    """Whether it writes text, from safetensors: a node that has it may be asked for text."""
 
     @property
     def bytes(self) -> int:
@@ -89,7 +92,11 @@ def found_model(name: str, path: Path) -> FoundModel | None:
     """The model at a path; None = there is none, or not all of it. Blocks. Raises OSError and
     InvalidArgument."""
     files = _files(path)
-    return FoundModel(name, path, files, read_record(path)) if files else None
+    if not files:
+        return None
+    is_other = (path / PIPELINE_FILE).is_file()
+    is_text = not is_other and kind_of(path) not in ("", BLOCK_DIFFUSION, *ENCODERS)
+    return FoundModel(name, path, files, read_record(path), is_text)
 
 
 def read_record(folder: Path) -> PullRecord | None:

@@ -63,14 +63,16 @@ class WeightIndex:
         data_dir: Path,
         hub: Path | None,
         configured: Callable[[], Mapping[str, str]],
+        on_change: Callable[[], None],
         clock: Clock,
     ) -> None:
         """`folder` has the models that were pulled; `configured` tells the paths of this node's
-        models by name."""
+        models by name; `on_change` hears of each look that found other models."""
         self.folder = folder
         self._cache_file = data_dir / CACHE
         self._hub = hub
         self._configured = configured
+        self._on_change = on_change
         self._clock = clock
         self._digests: dict[str, FileDigests] = {}
         self._is_loaded = False
@@ -113,6 +115,12 @@ class WeightIndex:
             if found != self._models:
                 self._models = found
                 self._found.set()
+                self._on_change()
+        return self._models
+
+    @property
+    def last_found(self) -> tuple[FoundModel, ...]:
+        """The models that the last look found."""
         return self._models
 
     def known(self, model: FoundModel) -> WeightsManifest | None:

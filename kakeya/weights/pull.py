@@ -51,7 +51,15 @@ MOST_ROUNDS = 3
 class Pull:
     """See the module. It runs by `run`, once; any number of callers `follow` it."""
 
-    def __init__(self, name: str, tools: PullTools, *, from_node: str, keep: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        tools: PullTools,
+        *,
+        from_node: str,
+        keep: bool,
+        may_use_hub: bool = True,
+    ) -> None:
         self._meter = PullMeter(name, tools.clock)
         self._tools = tools
         self._clock = tools.clock
@@ -61,6 +69,7 @@ class Pull:
             tools.peers,
             self._clock,
             lambda note: self._meter.tell(phase="waiting" if note else "looking", note=note),
+            may_use_hub=may_use_hub,
         )
         self.keep = keep
         self.follow = self._meter.follow

@@ -13,8 +13,10 @@ import grpc.aio
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, NotFound, QueueFull
 from kakeya.core.figures import Figure, Json, counter, gauge
+from kakeya.core.ids import ModelId
 from kakeya.core.tasks import Supervisor
 from kakeya.core.units import MIB
+from kakeya.fleet.cards.disk_model import MAX_NAME_BYTES, DiskModel
 from kakeya.v1.weights_pb2_grpc import (
     add_ModelFilesServiceServicer_to_server,
     add_WeightsServiceServicer_to_server,
@@ -72,7 +74,7 @@ class NodeWeights:
         on_change: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """`on_change` hears of each fetch that begins or ends."""
+        """`on_change` hears of each fetch that begins or ends, and of other models on the disk."""
         self.folder = config.models_folder(data_dir)
         self._config = config
         self._clock = clock
@@ -81,7 +83,12 @@ class NodeWeights:
         self._on_change = on_change
         self.peers = WeightsPeers(plane, clock)
         self.index = WeightIndex(
-            self.folder, data_dir=data_dir, hub=hub, configured=configured, clock=clock
+            self.folder,
+            data_dir=data_dir,
+            hub=hub,
+            configured=configured,
+            on_change=on_change,
+            clock=clock,
         )
         self._tools = PullTools(
             folder=self.folder,
@@ -127,6 +134,17 @@ class NodeWeights:
         """The fetches under way."""
         return tuple(pull for pull, task in self._pulls.values() if not task.done())
 
+    @property
+    def on_disk(self) -> tuple[DiskModel, ...]:
+        """The models that peers may pull to write text with them."""
+        if not self._config.peers:
+            return ()
+        return tuple(
+            DiskModel(ModelId(one.name), one.bytes)
+            for one in self.index.last_found
+            if one.is_text and len(one.name.encode()) <= MAX_NAME_BYTES
+        )
+
     def used(self, source: str) -> None:
         """Note that a model of this node is used now: it is loaded, or leaves memory."""
         asyncio.get_running_loop().run_in_executor(None, note_use, source)
@@ -134,9 +152,10 @@ class NodeWeights:
     # --- fetch
 
     async def pull(
-        self, name: str, *, from_node: str, keep: bool
+        self, name: str, *, from_node: str, keep: bool, may_use_hub: bool = True
     ) -> AsyncGenerator[PullState, None]:
         """Fetch a model, or follow the fetch that is under way; it ends with its last follower.
+        Without `may_use_hub` only peers are asked.
 
         Raises InvalidArgument, NotFound, QueueFull, Conflict, DiskRefused, StoreFailed,
         PeerUnavailable.
@@ -144,7 +163,9 @@ class NodeWeights:
         check_model_name(name)
         while (ending := self._pulls.get(name)) and ending[1].cancelling():
             await asyncio.wait(ending[1:])  # its last follower has just left
-        pull, task = self._pulls.get(name) or self._begin(name, from_node, keep=keep)
+        pull, task = self._pulls.get(name) or self._begin(
+            name, from_node, keep=keep, may_use_hub=may_use_hub
+        )
         pull.keep |= keep
         self._followers[name] = self._followers.get(name, 0) + 1
         try:
@@ -158,10 +179,12 @@ class NodeWeights:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    def _begin(self, name: str, from_node: str, *, keep: bool) -> tuple[Pull, asyncio.Task[Path]]:
+    def _begin(
+        self, name: str, from_node: str, *, keep: bool, may_use_hub: bool
+    ) -> tuple[Pull, asyncio.Task[Path]]:
         if len(self._pulls) >= MOST_PULLS:
             raise QueueFull(f"{MOST_PULLS} models are being pulled; come again when one is here")
-        pull = Pull(name, self._tools, from_node=from_node, keep=keep)
+        pull = Pull(name, self._tools, from_node=from_node, keep=keep, may_use_hub=may_use_hub)
         task = asyncio.create_task(pull.run(), name=f"pull {name}")
         self._pulls[name] = pull, task
         self._on_change()

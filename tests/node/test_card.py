@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kakeya.core.ids import ModelId
 from kakeya.fleet.cards.cards import MAX_MODELS, CardRole, OfferedModel
+from kakeya.fleet.cards.disk_model import MAX_ON_DISK, DiskModel
 from kakeya.generation.facts import ModelFacts
 from kakeya.generation.spec import ModelRole
 from kakeya.node.card import NodeFacts, make_offer
@@ -43,3 +46,9 @@ def test_shared_backends_stand_last_as_many_as_there_is_room_for() -> None:
     full = make_offer(PLACE, [], painters, relayed=many).models
     assert len(full) == MAX_MODELS
     assert full[-2:] == tuple(many[:2])
+
+
+def test_models_on_the_disk_stand_there_unless_they_are_offered() -> None:
+    disk = tuple(DiskModel(ModelId(name), 7) for name in ("large", "kept", *"abcdefghijklmnopq"))
+    offer = make_offer(replace(PLACE, on_disk=disk), [], unloaded=[(ModelRole.VERIFIER, "large")])
+    assert offer.on_disk == disk[1 : MAX_ON_DISK + 1]

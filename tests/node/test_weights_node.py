@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
+
+from kakeya.core.errors import KakeyaError
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from tests.node.nodes import QUICK, NodeProcess, model_state, run_cli, seen_by
 from tests.waiting import eventually
@@ -95,9 +99,12 @@ async def answer(node: NodeProcess, model: str, tokens: int = 3) -> list[Any]:
     return [*await asyncio.to_thread(list, node.api.stream("/v1/completions", body))]
 
 
-async def test_a_pulled_model_is_served_until_it_is_removed(tmp_path: Path) -> None:
+async def test_a_pulled_model_is_served_until_it_is_removed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """At once, by any node, after a restart, and not after its removal, which waits for its
     requests."""
+    monkeypatch.setenv("KAKEYA_WEIGHTS_PULL_ON_DEMAND", "false")
     source, sink = tmp_path / "source", tmp_path / "sink"
     copied = source / "data" / "models" / "copy"
     await asyncio.to_thread(shutil.copytree, EMBEDDED_FOLDER / "kakeya-tiny", copied)
@@ -138,6 +145,7 @@ async def test_a_pulled_model_is_served_until_it_is_removed(tmp_path: Path) -> N
 async def test_a_pulled_model_may_be_configured_or_left_alone(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
+    monkeypatch.setenv("KAKEYA_WEIGHTS_PULL_ON_DEMAND", "false")
     source, sink = tmp_path / "source", tmp_path / "sink"
     copied = source / "data" / "models" / "copy"
     await asyncio.to_thread(shutil.copytree, EMBEDDED_FOLDER / "kakeya-tiny", copied)
@@ -158,3 +166,36 @@ async def test_a_pulled_model_may_be_configured_or_left_alone(
             assert "the node serves it as other" in refused.stderr
             removed = await cli("models", "rm", "copy", "--force", "--data-dir", data(sink))
             assert not await asyncio.to_thread(Path(removed["path"]).exists)
+
+
+async def test_a_request_has_a_model_pulled_that_no_node_can_load(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its only holder has no memory for it. Its client hears how far the pull is."""
+    source, sink = tmp_path / "source", tmp_path / "sink"
+    copied = source / "data" / "models" / "copy"
+    await asyncio.to_thread(shutil.copytree, EMBEDDED_FOLDER / "kakeya-tiny", copied)
+    drafts = ("--proposer", "ngram", *QUICK)
+    small = ("--node-id", "source", "--memory-budget", "16", *drafts)
+    async with NodeProcess(source, *small) as first:
+        peers = ("--node-id", "sink", "--peer", first.grpc, *drafts)
+        monkeypatch.setenv("KAKEYA_WEIGHTS_PULL_ON_DEMAND", "false")
+        async with NodeProcess(sink, *peers) as node:
+            await eventually("the nodes know each other", lambda: "source" in seen_by(node))
+            with pytest.raises(KakeyaError, match="answered 404"):
+                await answer(node, "copy")
+        monkeypatch.delenv("KAKEYA_WEIGHTS_PULL_ON_DEMAND")
+        monkeypatch.setenv("KAKEYA_WEIGHTS_PULL_MB_PER_S", "1")
+        async with NodeProcess(sink, *peers) as node:
+            await eventually("the model may be asked for", lambda: "copy" in served(node))
+            body = {"model": "copy", "prompt": "def ", "max_tokens": 3, "stream": True}
+            async with httpx.AsyncClient(timeout=100.0) as client:
+                url = f"http://{node.http}/v1/completions"
+                async with client.stream("POST", url, json=body) as got:
+                    lines = [line async for line in got.aiter_lines()]
+            assert got.status_code == 200
+            assert any("bringing copy here, from " in line for line in lines), lines
+            assert lines[-2:] == ["data: [DONE]", ""]
+            assert (await asyncio.to_thread(model_state, node, "copy"))["state"] == "ready"
+            await eventually("the fleet has it", lambda: "copy" in served(first))
+            assert len(await answer(first, "copy")) > 3

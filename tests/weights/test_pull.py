@@ -39,7 +39,7 @@ async def test_a_model_comes_whole_and_is_known_here_afterwards(tmp_path: Path) 
         last = await puller.pull("org/smol")
         assert last.phase == "done"
         assert last.sources == ("origin",)
-        assert puller.told == [1, 0]
+        assert puller.told == [1, 1, 0], "it begins, it is on the disk, it ends"
         assert content(Path(last.path)) == content(origin.folder / "org/smol")
         assert not (Path(last.path) / "secret.pem").exists()
         assert not (puller.folder / PULLS).exists()

@@ -224,7 +224,7 @@ async def test_the_budget_counts_what_comes_and_spares_downloads(tmp_path: Path)
 
 async def test_digests_are_known_before_anything_is_told(tmp_path: Path) -> None:
     def index() -> WeightIndex:
-        node = {"data_dir": tmp_path, "hub": None, "configured": dict}
+        node = {"data_dir": tmp_path, "hub": None, "configured": dict, "on_change": print}
         return WeightIndex(tmp_path / "models", clock=clock, **node)  # type: ignore[arg-type]
 
     async with house(tmp_path) as home:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
@@ -15,7 +16,8 @@ from kakeya.backends.model_life import CAPABILITY_OF
 from kakeya.backends.model_sizes import ModelSizes
 from kakeya.backends.resident import ResidentModel
 from kakeya.backends.ring.canary_node import GroupChecks
-from kakeya.backends.sizes import LeaseSize, lease_size
+from kakeya.backends.ring.own_share import lendable_bytes
+from kakeya.backends.sizes import UNKNOWN_KV_BYTES, LeaseSize, lease_size
 from kakeya.core.clock import Clock
 from kakeya.core.errors import Conflict, InvariantBroken, NotFound
 from kakeya.generation.spec import ModelSpec
@@ -24,6 +26,8 @@ from kakeya.memory.estimate.estimate import Estimate
 
 GONE_S = 30.0
 _LOOK_S = 0.05
+_WIDENED = 2
+"""Weights of 16 bits become ones of 32 bits on a CPU."""
 
 
 class ModelHome:
@@ -96,6 +100,11 @@ class ModelHome:
         self._sizes.add(spec.model_id, sized[spec.model_id])
         self.opened(model)
         return model
+
+    def has_room(self, disk_bytes: int) -> bool:
+        """Whether idle models would leave room for one with files of so many bytes."""
+        weights = disk_bytes * (1 if sys.platform == "darwin" else _WIDENED)
+        return weights + UNKNOWN_KV_BYTES <= lendable_bytes(self.arbiter.status())
 
     def pulled(self, model_id: str) -> ResidentModel | None:
         """The model of this name that a pull brought; None = there is none."""

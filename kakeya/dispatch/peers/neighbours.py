@@ -122,6 +122,17 @@ class ServingPeers:
             return self.offering(base, role)
         return tuple(sorted(found, key=_order))
 
+    def on_disk(self) -> Mapping[str, tuple[int, float]]:
+        """The models that peers give from their disks and do not offer, by name: the bytes of their
+        files, and the bytes/s that are expected from the peer with the best link."""
+        found: dict[str, tuple[int, float]] = {}
+        for card, facts in self._told():
+            rate = self._plane.links.expected(card.node_id, facts["network"])
+            for name, size in card.on_disk:
+                if name not in found or rate > found[name][1]:
+                    found[name] = size, rate
+        return found
+
     def _told(self) -> Iterator[tuple[Card, dict[str, Any]]]:
         """The card of each peer that can be called, and what a `LivePeer` says of it."""
         mono, suspects = self._clock.mono(), self._plane.registry.suspects()

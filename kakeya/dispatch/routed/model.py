@@ -23,6 +23,7 @@ from kakeya.core.log import event
 from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import NO_ORIGIN, AnswerOrigin, QuotedModel
 from kakeya.dispatch.routed.history import RouteHistory
+from kakeya.dispatch.routed.pulls import FleetPulls
 from kakeya.dispatch.routed.route import ELSEWHERE, RequestRoute, offering
 from kakeya.dispatch.routing.decision import RouteDecision
 from kakeya.generation.continuation import Continuation
@@ -45,8 +46,11 @@ class RoutedModel:
         own: QuotedModel | None,
         peers: ServingPeers,
         history: RouteHistory,
+        pulls: FleetPulls | None = None,
     ) -> None:
-        """`own` is the model of this node with this name; None = it has none."""
+        """`own` is the model of this node with this name; None = it has none. `pulls` may bring
+        it."""
+        self._pulls = pulls
         self._model_id = model_id
         self._client = client
         self._own = own
@@ -102,14 +106,21 @@ class RoutedModel:
         return None if self._own is None else self._own.folder
 
     def waits_for(self) -> RequestWait | None:
-        """What the own model waits for."""
+        """What the own model waits for, or how far its pull is."""
         own = self._own
-        return None if own is None or self._is_loaded_elsewhere() else own.waits_for()
+        if own is None:
+            return self._pulls.waits_for(self._model_id) if self._pulls else None
+        return None if self._is_loaded_elsewhere() else own.waits_for()
 
     async def ready(
         self, timeout_s: float, priority: GenerationPriority = GenerationPriority.NORMAL
     ) -> ModelFacts:
-        """See `ServedModel`. Where a peer serves the model, nothing is loaded here."""
+        """See `ServedModel`. Where a peer serves the model, nothing is loaded here; one that none
+        offers is pulled, where it may be."""
+        if self._own is None and self._pulls is not None and not self._offering():
+            began_mono = self._clock.mono()
+            self._own = await self._pulls.bring(self._model_id, timeout_s)
+            timeout_s = max(0.0, timeout_s - (self._clock.mono() - began_mono))
         self._told = await self._ready(timeout_s, priority)
         return self._told
 

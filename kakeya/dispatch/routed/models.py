@@ -17,6 +17,7 @@ from kakeya.dispatch.routed.embedder import RoutedEmbedder, VectorWeights
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.images import RoutedImageModel, painters
 from kakeya.dispatch.routed.model import RoutedModel
+from kakeya.dispatch.routed.pulls import FleetPulls
 from kakeya.fleet.cards.cards import CardRole
 from kakeya.generation.image import ImageModel
 from kakeya.generation.model import AdaptedId, EmbeddingModel, ModelDirectory, ServedModel
@@ -29,7 +30,15 @@ _RESTART_S = 15.0
 class RoutedModels(ModelDirectory):
     """A `ModelDirectory` of the fleet."""
 
-    def __init__(self, own: OwnModels, peers: ServingPeers, history: RouteHistory) -> None:
+    def __init__(
+        self,
+        own: OwnModels,
+        peers: ServingPeers,
+        history: RouteHistory,
+        pulls: FleetPulls | None = None,
+    ) -> None:
+        """`pulls` are those that requests may have made; None = none."""
+        self._pulls = pulls
         self._own = own
         self._draining = ""
         self._peers = peers
@@ -57,9 +66,9 @@ class RoutedModels(ModelDirectory):
             own = None
         if own is not None and not offered:
             return own
-        if own is None and not offered:
+        if own is None and not offered and not self._may_come(name):
             raise refused or NotFound("no model is served")
-        return RoutedModel(name, client, own, self._peers, self._history)
+        return self._routed(name, client, own)
 
     async def adapted(self, client: str = "") -> tuple[AdaptedId, ...]:
         """Those of this node, then those that only peers have, by name; a node tells those that
@@ -72,9 +81,9 @@ class RoutedModels(ModelDirectory):
         """The own models, the default first, then those that only peers have, by name."""
         own = self._own.verifiers()
         known = {model.model_id for model in own}
-        others = sorted({str(peer.offered.model_id) for peer in self._peers.offering()} - known)
-        routed = [RoutedModel(name, "", None, self._peers, self._history) for name in others]
-        return (*own, *routed)
+        offered = {str(peer.offered.model_id) for peer in self._peers.offering()}
+        offered |= self._pulls.names() if self._pulls and not self._draining else frozenset()
+        return (*own, *(self._routed(name, "", None) for name in sorted(offered - known)))
 
     def embedder(self, model_id: str) -> EmbeddingModel:
         """See `ModelDirectory`."""
@@ -128,6 +137,12 @@ class RoutedModels(ModelDirectory):
             return False
         self._peers.warm_turn(peer, claim, kv_key, tokens)
         return True
+
+    def _routed(self, name: str, client: str, own: QuotedModel | None) -> RoutedModel:
+        return RoutedModel(name, client, own, self._peers, self._history, self._pulls)
+
+    def _may_come(self, name: str) -> bool:
+        return self._pulls is not None and not self._draining and self._pulls.has(name)
 
     def _routed_image(self, model_id: str, own: ImageModel | None) -> RoutedImageModel:
         return RoutedImageModel(model_id, own, self._peers, self._drawing)

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from kakeya.core.ids import ModelId, NodeId
 from kakeya.core.units import KIB
+from kakeya.fleet.cards.disk_model import DiskModel
 from kakeya.fleet.cards.ring_offer import RingOffer
 
 MAX_CARD_BYTES = 8 * KIB
@@ -160,6 +161,7 @@ class Offer:
     is_careful: bool = False
     caches: tuple[CacheOffer, ...] = ()
     ring: RingOffer | None = None
+    on_disk: tuple[DiskModel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,6 +199,7 @@ class Card:
     is_leaving: bool = False
     started_at: float = 0.0
     ring: RingOffer | None = None
+    on_disk: tuple[DiskModel, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Card) and self.wire == other.wire
@@ -248,9 +251,8 @@ class Card:
 
 def is_valid_node_id(node_id: str) -> bool:
     """Non-empty, at most 256 bytes, no control characters and no slashes."""
-    if not node_id or _FORBIDDEN.search(node_id):
-        return False
-    return len(node_id.encode()) <= MAX_ID_BYTES
+    is_plain = bool(node_id) and not _FORBIDDEN.search(node_id)
+    return is_plain and len(node_id.encode()) <= MAX_ID_BYTES
 
 
 def is_dialable(address: str) -> bool:
@@ -276,10 +278,8 @@ class CardTrust(Protocol):
 
 
 def with_bounded_ttl(card: Card) -> Card:
-    """The card of a peer with its TTL moved into the bounds; not for a TTL that is no number.
-
-    Other engines choose other TTLs: the node is there, so its card is kept.
-    """
+    """The card of a peer with its TTL moved into the bounds, since other engines choose others;
+    not for a TTL that is no number."""
     ttl_s = min(max(card.ttl_s, MIN_TTL_S), MAX_TTL_S)
     is_kept = ttl_s == card.ttl_s or not math.isfinite(card.ttl_s)
     return card if is_kept else replace(card, ttl_s=ttl_s)

@@ -34,6 +34,7 @@ from kakeya.fleet.cards.cards import (
     Offer,
     OfferedModel,
 )
+from kakeya.fleet.cards.disk_model import MAX_NAME_BYTES, MAX_ON_DISK, DiskModel
 from kakeya.fleet.cards.framing import (
     FIXED64,
     LENGTH,
@@ -255,6 +256,7 @@ def from_wire(wire: bytes) -> Card:
         message.is_leaving,
         message.started_at_unix,
         _ring_from_wire(message.ring) if message.HasField("ring") else None,
+        _on_disk_from_wire(message.on_disk) if message.on_disk else (),
     )
 
 
@@ -293,6 +295,15 @@ def _caches_from_wire(caches: Sequence[pb.CacheCapability]) -> tuple[CacheOffer,
 
 def _ring_from_wire(ring: pb.RingSeatCapability) -> RingOffer:
     return RingOffer(ring.group_id, ring.model_id, ring.backend, ring.split, ring.rank, ring.ranks)
+
+
+def _on_disk_from_wire(models: Sequence[pb.ModelOnDisk]) -> tuple[DiskModel, ...]:
+    """The first few that may be named: others are as if the node did not tell them."""
+    return tuple(
+        DiskModel(ModelId(one.model_id), one.bytes)
+        for one in models[:MAX_ON_DISK]
+        if one.model_id and len(one.model_id.encode()) <= MAX_NAME_BYTES
+    )
 
 
 def _positive(measured: float) -> float:
@@ -343,6 +354,7 @@ def to_wire(
         ],
         caches=[cache_to_wire(cache, offer.grpc_address) for cache in offer.caches],
         ring=pb.RingSeatCapability(**offer.ring._asdict()) if offer.ring else None,
+        on_disk=[pb.ModelOnDisk(**one._asdict()) for one in offer.on_disk],
     )
     return message.SerializeToString(deterministic=True)
 

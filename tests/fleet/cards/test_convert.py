@@ -17,6 +17,7 @@ from kakeya.fleet.cards.cards import (
     OfferedModel,
 )
 from kakeya.fleet.cards.convert import MalformedCard, from_wire, join_cards, split_cards, to_wire
+from kakeya.fleet.cards.disk_model import MAX_NAME_BYTES, MAX_ON_DISK, DiskModel
 from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.v1 import distributed_pb2 as pb
 from tests.fleet.nodes import NOW, make_wire, verifier
@@ -57,6 +58,10 @@ offers = st.builds(
     is_careful=st.booleans(),
     caches=st.lists(caches, max_size=4).map(tuple),
     ring=st.none() | st.builds(RingOffer, text, text, text, text, ranks, ranks),
+    on_disk=st.lists(
+        st.builds(DiskModel, st.text("ab/.", min_size=1, max_size=64), st.integers(0, 2**63)),
+        max_size=MAX_ON_DISK,
+    ).map(tuple),
 )
 
 
@@ -79,6 +84,7 @@ def test_an_offer_survives_the_wire(
         is_careful=card.is_careful,
         caches=card.caches,
         ring=card.ring,
+        on_disk=card.on_disk,
     )
 
 
@@ -91,6 +97,13 @@ def test_of_many_caches_the_first_count_and_of_a_large_filter_nothing() -> None:
     card = from_wire(message.SerializeToString())
     assert [cache.blocks for cache in card.caches] == list(range(MAX_CACHES))
     assert [len(cache.filter) for cache in card.caches[:3]] == [200, 0, 200]
+
+
+def test_of_many_models_on_a_disk_the_first_count_that_may_be_named() -> None:
+    names = ["", "x" * (MAX_NAME_BYTES + 1), *(f"m{place}" for place in range(40))]
+    on_disk = [pb.ModelOnDisk(model_id=name, bytes=7) for name in names]
+    card = from_wire(pb.NodeCapability(node_id="n", on_disk=on_disk).SerializeToString())
+    assert card.on_disk == tuple(DiskModel(f"m{place}", 7) for place in range(MAX_ON_DISK - 2))
 
 
 def test_a_card_of_a_node_without_our_extensions_is_read() -> None:
