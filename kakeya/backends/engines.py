@@ -100,6 +100,7 @@ def engine_command(
     log_format: str,
     identity: Path | None = None,
     *,
+    log_level: str = "info",
     adapters: AdapterConfig | None = None,
     findings: Path | None = None,
 ) -> EngineCommand:
@@ -133,6 +134,7 @@ def engine_command(
                 *("--model", resolved),
                 *("--model-id", spec.model_id),
                 *("--log-format", log_format),
+                *("--log-level", log_level),
             )
             if draws:
                 return common

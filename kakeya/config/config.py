@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
 
 from kakeya.adapters.config import AdapterConfig
 from kakeya.backends.registry import Backends, backend_kinds
@@ -26,6 +25,7 @@ from kakeya.config.reader import (
 )
 from kakeya.core.errors import ConfigError
 from kakeya.core.folders import default_folder
+from kakeya.core.log import LogFormat, LogLevel
 from kakeya.core.settings import (
     METADATA,
     Illegal,
@@ -88,11 +88,17 @@ class NodeConfig:
         argument="DIR",
         variable="KAKEYA_HOME",
     )
-    log_format: Literal["text", "json"] = setting(
+    log_format: LogFormat = setting(
         "format of the log (text)",
         one_of("text", "json"),
         "text",
         argument="text|json",
+    )
+    log_level: LogLevel = setting(
+        "the least level that the log has (info); debug has each round of gossip",
+        one_of("debug", "info", "warning", "error"),
+        "info",
+        argument="LEVEL",
     )
     log_file: Path | None = setting(
         "write the log to this file, renamed at 8 MiB, instead of stderr",

@@ -16,11 +16,14 @@ from typing import Literal
 from kakeya.core.clock import Clock
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 FILE_BYTES = 8 << 20
 OLD_FILES = 4
 """A log file is renamed to `*.1` at `FILE_BYTES`; so many old ones are kept."""
 WARN_S = 60.0
 """Seconds between two warnings of work that goes on failing."""
+FOLD_S = 60.0
+"""A line that repeats the last one of its logger within so long is counted, and told once more."""
 _FIELDS = "kakeya_fields"
 
 
@@ -51,11 +54,66 @@ class _JsonFormatter(logging.Formatter):
 def _quoted(value: object) -> str:
     text = f"{value:.3g}" if isinstance(value, float) else str(value)
     # Not printable: a line break in the text of a peer would begin a line that looks like ours.
-    return json.dumps(text) if " " in text or not text or not text.isprintable() else text
+    is_printable = text.isprintable()
+    if text and " " not in text and is_printable:
+        return text
+    return json.dumps(text, ensure_ascii=not is_printable)
+
+
+class _Folded(logging.Handler):
+    """Hands records on to a handler; those that repeat the last of their logger are counted.
+
+    What is counted is told once `FOLD_S` are over, before the next line of any logger, or at the
+    end. Lines for debugging are never folded, and numbers with a fraction are no difference: they
+    are measured times.
+    """
+
+    def __init__(self, target: logging.Handler) -> None:
+        super().__init__()
+        self._target = target
+        self._last: dict[str, tuple[object, logging.LogRecord]] = {}
+        """What each logger said last, and when it was first said in a row."""
+        self._repeated: dict[str, tuple[int, logging.LogRecord]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand a record on, or count it."""
+        said, name = _said(record), record.name
+        for other in [one for one in self._repeated if self._is_over(one, record.created)]:
+            self._tell(other)
+        before = self._last.get(name)
+        is_same = before is not None and before[0] == said and record.levelno > logging.DEBUG
+        if is_same and not self._is_over(name, record.created):
+            self._repeated[name] = (self._repeated.get(name, (0, record))[0] + 1, record)
+            return
+        self._tell(name)
+        self._last[name] = (said, record)
+        self._target.handle(record)
+
+    def close(self) -> None:
+        """Tell what was counted, and close the other handler."""
+        for name in list(self._repeated):
+            self._tell(name)
+        self._target.close()
+        super().close()
+
+    def _is_over(self, name: str, at: float) -> bool:
+        return at - self._last[name][1].created >= FOLD_S
+
+    def _tell(self, name: str) -> None:
+        if found := self._repeated.pop(name, None):
+            count, last = found
+            setattr(last, _FIELDS, {**getattr(last, _FIELDS, {}), "repeated": count})
+            self._target.handle(last)
+
+
+def _said(record: logging.LogRecord) -> object:
+    fields = getattr(record, _FIELDS, {})
+    told = tuple((key, str(one)) for key, one in fields.items() if not isinstance(one, float))
+    return record.levelno, record.getMessage(), told
 
 
 def configure(
-    log_format: LogFormat = "text", level: int = logging.INFO, file: Path | None = None
+    log_format: LogFormat = "text", level: LogLevel = "info", file: Path | None = None
 ) -> None:
     """Send every `kakeya` record to a file, None = stderr. Called once, by a composition root.
 
@@ -69,8 +127,8 @@ def configure(
         )
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     root = logging.getLogger("kakeya")
-    root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.handlers[:] = [_Folded(handler)]
+    root.setLevel(level.upper())
     root.propagate = False
 
 
@@ -103,6 +161,27 @@ def span(log: logging.Logger, name: str, **fields: object) -> Iterator[None]:
         _emit(log, logging.WARNING, f"{name} failed", timed)
         raise
     _emit(log, logging.INFO, f"{name} done", {"seconds": time.monotonic() - started, **fields})
+
+
+class CountLog:
+    """Counts events of one kind, and tells at most once a minute how many there were."""
+
+    def __init__(self, log: logging.Logger, message: str, clock: Clock) -> None:
+        """A line says `message` and the count since the last one."""
+        self._log = log
+        self._message = message
+        self._clock = clock
+        self._told = 0
+        self._told_mono = -math.inf
+        self.total = 0
+
+    def add(self, count: int = 1) -> None:
+        """Count, and tell if a minute is over since the last line; called with 0 to tell alone."""
+        self.total += count
+        new, mono = self.total - self._told, self._clock.mono()
+        if new and mono - self._told_mono >= WARN_S:
+            self._told, self._told_mono = self.total, mono
+            event(self._log, self._message, level=logging.WARNING, count=new, in_all=self.total)
 
 
 class FailureLog:

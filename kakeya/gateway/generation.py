@@ -185,6 +185,7 @@ class Generations:
         record.finish_reason = answer.finish_reason or ""
         if isinstance(job.model, RoutedModel):
             record.routes = tuple(job.model.decisions)
+            record.node = job.model.served_by
         self.recent.add(record, job.request.token_ids, job.token_ids)
 
     async def run_all(

@@ -18,7 +18,14 @@ from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.gateway.answer import GeneratedAnswer
 from kakeya.gateway.http.authorization import client_of
 from kakeya.gateway.http.connection import HttpLimits
-from kakeya.gateway.http.receipt import defaults_of, moved_of, note_defaults, note_moved, task_of
+from kakeya.gateway.http.receipt import (
+    defaults_of,
+    moved_of,
+    note_defaults,
+    note_moved,
+    note_record,
+    task_of,
+)
 from kakeya.gateway.http.request_ids import answer_id
 from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.prompts import (
@@ -140,6 +147,7 @@ class Preparation:
             defaults=defaults_of(scope),
             ready_s=self._clock.mono() - began_mono,
         )
+        note_record(scope, record)
         jobs: list[HttpGeneration] = []
         prompt_tokens = 0
         for prompt in prompts_of(asked):

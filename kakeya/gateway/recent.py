@@ -38,8 +38,8 @@ class RequestRecord:
     and the tables of the file that do. `prefill_s` is the engine's account, None where a stop
     string ended the answer, as is `usage`. `ended_at` is the wall clock. `relay` names the backend
     that answered, "" = an engine did; `told` is that backend's account, as ids are known of engines
-    alone. `routes` are the choices of a node, each but the first after a loss; () = no other node
-    has the model.
+    alone. `node` is the label of the peer that answered, "" = this node did. `routes` are the
+    choices of a node, each but the first after a loss; () = no other node has the model.
     """
 
     request_id: str
@@ -64,6 +64,7 @@ class RequestRecord:
     usage: Usage | None = None
     relay: str = ""
     told: Finished | None = None
+    node: str = ""
     routes: tuple[RouteDecision, ...] = ()
 
     @property

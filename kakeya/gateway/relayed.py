@@ -22,7 +22,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.ids import draw_id
 from kakeya.gateway.answer import Answer
 from kakeya.gateway.figures import HttpMetrics
-from kakeya.gateway.http.receipt import moved_of, note_ignored, task_of
+from kakeya.gateway.http.receipt import moved_of, note_ignored, note_record, task_of
 from kakeya.gateway.http.request_ids import answer_id
 from kakeya.gateway.recent import RecentRequests, RequestRecord
 from kakeya.gateway.reply import AnswerHead, Reply
@@ -119,6 +119,7 @@ class RelayedGenerations:
             task=reply.head.task,
             relay=model.relay.name,
         )
+        note_record(scope, record)
         rows = asked.params.rows
         return [
             RelayedJob(

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _open_log(settings: config.NodeConfig) -> None:
     try:
-        log.configure(settings.log_format, file=settings.log_file)
+        log.configure(settings.log_format, settings.log_level, settings.log_file)
     except OSError as problem:
         raise ConfigError(
             f"--log-file {settings.log_file}: {problem.strerror or problem}; give a file that can "
@@ -99,6 +99,7 @@ async def _run(settings: config.NodeConfig, home: DataDir, port: socket.socket) 
     command = engine_command(
         settings.log_format,
         settings.data_dir / IDENTITY,
+        log_level=settings.log_level,
         adapters=settings.adapters,
         findings=settings.data_dir / FINDINGS,
     )
@@ -126,10 +127,9 @@ def _stop_on_signals(stopped: asyncio.Event, limit_s: float) -> None:
         watchdog.start()
 
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop)
-    loop.add_signal_handler(signal.SIGINT, stop)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup keeps a node from it
-        loop.add_signal_handler(signal.SIGHUP, stop)
+    keeps_on = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
+    for number in (signal.SIGTERM, signal.SIGINT, *(() if keeps_on else (signal.SIGHUP,))):
+        loop.add_signal_handler(number, stop)
 
 
 def _leave(why: str) -> NoReturn:

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None, load: Callable[[Namespace], Model] | Non
     `load` makes the model on the thread that computes later; the default loads with mlx.
     """
     options = _parse(argv)
-    configure(options.log_format)
+    configure(options.log_format, options.log_level)
     bound_heap()  # an engine's memory is measured as resident bytes, so freed blocks must leave
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     engine: Future[_Engine | _EncoderEngine] = Future()
@@ -174,6 +174,7 @@ def _parse(argv: list[str] | None) -> Namespace:
         help="threads of OpenBLAS; 0 = as many as the machine and the model's size suggest",
     )
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    parser.add_argument("--log-level", default="info")
     options = parser.parse_args(argv)
     if options.ring and (options.encodes or options.adapter_slots):
         parser.error("the ranks of a ring share text models, and no encoders and no adapters")

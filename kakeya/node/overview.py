@@ -98,7 +98,7 @@ class Overview:
 
     def figures(self) -> Iterator[Figure]:
         """Figures of the floors below the gateway."""
-        yield from self.plane.figures()
+        yield from (*self.plane.figures(), *self.listeners.figures())
         yield from figures.model_figures(self.memory.engines.models())
         yield from self.memory.figures()
         yield from self.pages.figures()

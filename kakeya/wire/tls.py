@@ -31,15 +31,19 @@ def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
     )
 
 
-def server_credentials(material: Callable[[], TlsMaterial]) -> grpc.ServerCredentials:
+def server_credentials(
+    material: Callable[[], TlsMaterial], on_handshake: Callable[[], object] = lambda: None
+) -> grpc.ServerCredentials:
     """Make the credentials of a listener; the handshake refuses a caller without a certificate.
 
-    `material` is called at each new connection, on a thread of gRPC.
+    Both are called at each new connection, on a thread of gRPC, `on_handshake` also for one that
+    the handshake refuses then.
     """
     shown = material()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal shown
+        on_handshake()
         current = material()
         if current == shown:
             return None

@@ -483,7 +483,7 @@ async def test_a_model_at_repeated_panics_is_not_loaded_the_same_way_again(tmp_p
 
     def flags(memory: NodeMemory) -> list[str]:
         line = list(memory.engines._recipes[VERIFIER].command(tmp_path / "socket"))
-        return line[line.index("--log-format") + 2 :]
+        return line[line.index("--log-level") + 2 :]
 
     seen = []
     for count in range(3):

@@ -32,6 +32,7 @@ _CHILD_RECORD = re.compile(r"\d\d:\d\d:\d\d (debug|info|warning|error|critical) 
 MAX_SOCKET_PATH_BYTES = 100
 """sun_path holds 104 bytes on macOS and 108 on Linux, with the terminating zero."""
 _MAX_LINE_BYTES = 2000
+_TRACEBACK = "Traceback (most recent call last)"
 _DRAIN_S = 0.2
 
 Command = Callable[[Path], Sequence[str]]
@@ -188,7 +189,12 @@ class EngineProcess:
     async def _relay_output(self) -> None:
         if self._process.stdout is None:
             return
+        trace: list[str] = []
         async for line in _lines(self._process.stdout):
+            if line.startswith(_TRACEBACK) or (trace and line.startswith(" ")):
+                trace.append(line)
+                continue
+            line = line.strip()
             if progress := LoadProgress.from_line(line):
                 self._on_progress(progress)
                 continue
@@ -197,7 +203,10 @@ class EngineProcess:
                 level = logging.getLevelNamesMapping()[record[1].upper()]
                 line = record[2]
             self._last_line = line
-            event(_log, line, level=level, child=self._name, pid=self._process.pid)
+            more = {"traceback": "\n".join(trace)} if trace else {}
+            level = max(level, logging.ERROR) if trace else level
+            trace = []
+            event(_log, line, level=level, child=self._name, pid=self._process.pid, **more)
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
@@ -216,7 +225,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def _text(line: bytes) -> str:
-    return line[:_MAX_LINE_BYTES].decode("utf-8", errors="replace").strip()
+    return line[:_MAX_LINE_BYTES].decode("utf-8", errors="replace").rstrip()
 
 
 def owner_socket(data_dir: Path, name: str) -> Path:

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None, load: Callable[[Path], Drawer] | None = 
     """Serve until the socket ends. `load` makes the pipeline of a folder; the default is that of
     diffusers."""
     options = _parse(argv)
-    configure(options.log_format)
+    configure(options.log_format, options.log_level)
     link = socket.socket(socket.AF_UNIX)
     link.connect(str(options.socket))
     worker = Worker(link)
@@ -171,6 +171,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--model-id", required=True)
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    parser.add_argument("--log-level", default="info")
     return parser.parse_args(argv)
 
 

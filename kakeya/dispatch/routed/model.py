@@ -70,6 +70,15 @@ class RoutedModel:
         return self._model_id
 
     @property
+    def served_by(self) -> str:
+        """The label of the peer that gave the last answer; "" = this node did, or none was."""
+        chosen = self.decisions[-1].node_id if self.decisions else self._peers.own_id
+        if chosen == self._peers.own_id:
+            return ""
+        labels = {peer.node_id: peer.label for peer in self._peers.live()}
+        return labels.get(chosen, chosen)
+
+    @property
     def manifest(self) -> Manifest:
         """That of this node, or else of a peer that was asked."""
         if self._own is not None:

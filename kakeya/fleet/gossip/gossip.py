@@ -1,6 +1,7 @@
 """The gossip loop: a round now, one each interval, and one soon after the own card changes.
 
-Each round drops expired cards, chooses targets, exchanges, keeps counts and logs one line.
+Each round drops expired cards, chooses targets, exchanges, keeps counts and logs one line, for
+debugging alone: news of peers is told when it comes (`liveness/news.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.gossip.round import DEFAULT_TIMEOUT_S, Exchanger
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.gossip.targets import DEFAULT_FANOUT, choose_targets, in_random_order
+from kakeya.fleet.liveness.news import PeerNews
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.fleet.view.skew import WARN_S
 from kakeya.wire.channels import Channels
@@ -114,6 +116,8 @@ class Gossip:
         )
         self._sightings, self._may_dial, self._routes = sightings, may_dial, routes
         self._is_clock_blamed = False
+        self._unheard = set(config.seeds)
+        """Seeds that neither answered so far nor were told to be silent."""
         self._wake = asyncio.Event()
         self._is_poked = False
         self._dialled: set[str] = set()
@@ -128,6 +132,7 @@ class Gossip:
         """Run the loop under a supervisor; its first round begins at once."""
         supervisor.start("gossip", self.run)
         supervisor.start("sleep watch", self._watch_sleep)
+        supervisor.start("news of peers", PeerNews(self._registry, self._clock).run)
 
     async def run(self) -> None:
         """Gossip for ever."""
@@ -267,11 +272,10 @@ class Gossip:
         self._is_clock_blamed = is_blamed
 
     def _log_round(self, done: Round, *, gone: int) -> None:
-        is_quiet = not (done.changed or gone or done.errors or done.dropped)
         event(
             _log,
             "round",
-            level=logging.DEBUG if is_quiet and not done.outcomes else logging.INFO,
+            level=logging.DEBUG,
             peers=len(done.outcomes),
             changed=done.changed,
             known=len(self._registry),
@@ -280,6 +284,12 @@ class Gossip:
             errors="; ".join(done.errors.values()) or "none",
             seconds=done.seconds,
         )
+        self._unheard -= {one.address for one in done.outcomes if not one.error}
+        for address in self._unheard & done.errors.keys():
+            self._unheard.discard(address)
+            words = "no node answers at an address to begin with; it is tried again each round"
+            problem = done.errors[address]
+            event(_log, words, level=logging.WARNING, address=address, problem=problem)
 
 
 class _Addresses(Sequence[str]):

@@ -321,7 +321,8 @@ def log_report(report: MergeReport, registry: CapabilityRegistry, peer: str) -> 
     for address in report.conflicts:
         event(
             _log,
-            "another node uses this node's id; give one of them another --node-id",
+            "another process uses this node's id; stop the one that runs on a copy of the data "
+            "directory, and give that one a folder of its own",
             level=logging.ERROR,
             node_id=registry.node_id,
             its_address=address,

@@ -259,7 +259,8 @@ class Prober:
         if not is_silent or sign is None or sign.incarnation != card.incarnation:
             return  # it answers, is gone, or started again meanwhile
         if doubt is not self._suspicions.doubt_of(card.grpc_address):
-            event(_log, "node does not answer", node=card.node_id, doubt=doubt, asked=len(helpers))
+            words = {"node": card.node_id, "doubt": doubt, "asked": len(helpers)}
+            event(_log, "node does not answer", level=logging.DEBUG, **words)
         if self._suspicions.settle(card, sign, doubt, self._clock.mono()):
             self._echoes = _ECHOES
             self._poke()

@@ -95,6 +95,7 @@ class CapabilityRegistry:
         for sighting in memory.peers:
             self.peers.remembered.add(sighting)
         self._looked = (now, mono)
+        self._listeners: list[Callable[[], None]] = []
 
     @property
     def suspicions(self) -> Suspicions:
@@ -183,12 +184,17 @@ class CapabilityRegistry:
     # --- the view
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Tell one listener of each change of `snapshot` and `suspects`; it must not raise.
+        """Tell a listener of each change of `snapshot` and `suspects`; it must not raise.
 
         Cards that expire change the view when `expire` drops them.
         """
+        self._listeners.append(listener)
         for part in (self.own_card, self._held, self.suspicions):
-            part.on_change = listener
+            part.on_change = self._changed
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     def snapshot(self, *, mono: float) -> tuple[Card, ...]:
         """The own card, then those of all live peers by id."""

@@ -37,7 +37,7 @@ from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck, Forbidden
 from kakeya.gateway.http.cors import cors_headers, is_preflight, preflight_headers
-from kakeya.gateway.http.receipt import receipt_headers
+from kakeya.gateway.http.receipt import log_fields, receipt_headers
 from kakeya.gateway.http.request_ids import (
     client_request_id,
     id_headers,
@@ -330,6 +330,7 @@ def _log_answer(scope: Scope, status: int, seconds: float) -> None:
         status=status,
         seconds=seconds,
         request_id=request_id(scope),
+        **log_fields(scope),
         **({"client_request_id": given} if given else {}),
     )
 

@@ -18,12 +18,14 @@ from urllib.parse import quote
 from starlette.types import Scope
 
 from kakeya.dispatch.tasks import TaskChoice
+from kakeya.gateway.recent import RequestRecord
 
 _MOVED = "kakeya.moved"
 _LEFT_OUT = "kakeya.left_out"
 _IGNORED = "kakeya.ignored"
 _TASK = "kakeya.task"
 _DEFAULTS = "kakeya.defaults"
+_RECORD = "kakeya.record"
 _MOST_CHARS = 2000
 """Of a header: clients and proxies bound all headers together."""
 
@@ -71,6 +73,28 @@ def defaults_of(scope: Scope) -> Mapping[str, Mapping[str, object]]:
     """What a request got that does not say it: its `value`, and the table that it is `from`."""
     found: Mapping[str, Mapping[str, object]] = scope.get(_DEFAULTS, {})
     return found
+
+
+def note_record(scope: Scope, record: RequestRecord) -> None:
+    """Note the record of the generation that a request began."""
+    scope[_RECORD] = record
+
+
+def log_fields(scope: Scope) -> dict[str, object]:
+    """What the log says of a request that made a generation; empty for any other."""
+    record: RequestRecord | None = scope.get(_RECORD)
+    if record is None:
+        return {}
+    told: dict[str, object] = {
+        "model": record.model_id,
+        "node": record.node or record.relay or "this",
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "tokens": record.completion_tokens,
+    }
+    if record.first_token_s is not None:
+        told["first_token_s"] = record.first_token_s
+    return told
 
 
 def _task_header(choice: TaskChoice | None) -> str:

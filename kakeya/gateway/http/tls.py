@@ -13,9 +13,10 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
+from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.hosts import is_loopback_host
-from kakeya.core.log import event
+from kakeya.core.log import CountLog, event
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE = b"\x16"
@@ -36,6 +37,8 @@ class ServerTls:
         self, certificate: Path, key: Path, *, spare: Path | None = None, is_plain_open: bool
     ) -> None:
         """`is_plain_open` lets other machines speak plain HTTP too. Raises ConfigError."""
+        words = "connections ended in the handshake of HTTPS: does the caller trust the fleet's ca?"
+        self._refused = CountLog(_log, words, SystemClock())
         self._certificate, self._spare, self._key = certificate, spare, key
         self.is_plain_open = is_plain_open
         self._shown: tuple[bytes, bytes] = (b"", b"")
@@ -87,6 +90,7 @@ class ServerTls:
     async def _begin(
         self, connection: socket.socket, host: str, make: MakeProtocol, limit_s: float
     ) -> None:
+        is_tls = False
         try:
             first = await _first_byte(connection, limit_s)
             is_tls = first == _HANDSHAKE
@@ -100,6 +104,7 @@ class ServerTls:
             )
         except (OSError, TimeoutError) as left:  # an ssl.SSLError is an OSError
             _log.debug("a connection ended before its first request: %r", left)
+            self._refused.add(is_tls)
         except Exception as fault:  # noqa: BLE001 - the HTTP edge: no fault may end the server
             event(_log, "connection failed", level=logging.ERROR, error=repr(fault))
             _log.debug("traceback", exc_info=fault)

@@ -63,6 +63,11 @@ class Connections:
         self._held: dict[str, OrderedDict[Peer, _Link]] = {}
         self._noted = 0
 
+    @property
+    def noted(self) -> int:
+        """Connections that came to a call, since the start."""
+        return self._noted
+
     async def admit(self, caller: str, peer: Peer, *, ends_at: float = math.inf) -> None:
         """Note a connection before its first call. Raises Refused if it is one too many.
 

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc.aio
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, Conflict
+from kakeya.core.figures import Figure, counter
 from kakeya.core.host import join_address
-from kakeya.core.log import event
+from kakeya.core.log import CountLog, event
 from kakeya.core.settings import split_address
 from kakeya.core.units import KIB
 from kakeya.wire.channels import IDLE_S, Keepalive, Option, is_local, message_options
@@ -37,6 +40,8 @@ from kakeya.wire.tls import server_credentials
 _log = logging.getLogger(__name__)
 _NETWORK = (Origin.TLS, Origin.OPEN)
 _LOOK_EVERY_S = 2.0
+_LOOKS_TO_CALL = 6
+"""A connection whose handshake began that many looks ago has made a call, or makes none."""
 Register = Callable[[grpc.aio.Server], None]
 """Adds the node's services to a server before it starts; called once for each server."""
 
@@ -66,6 +71,19 @@ class NetworkLimits:
 class _Listener:
     server: grpc.aio.Server
     origin: Origin
+
+
+class _Handshakes:
+    """Counts handshakes that began, on threads of gRPC."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.begun = 0
+
+    def begin(self) -> None:
+        """Count one."""
+        with self._lock:
+            self.begun += 1
 
 
 class Listeners:
@@ -100,11 +118,19 @@ class Listeners:
         self._connections = Connections(callers.connections)
         self._open: dict[str, _Listener] = {}
         self._is_started = False
+        self._handshakes = _Handshakes()
+        words = "connections made no call: without TLS, without a certificate of this fleet, or cut"
+        self._uncalled = CountLog(_log, words, clock)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses of the node in the order of opening, with their bound ports."""
         return tuple(self._open)
+
+    def figures(self) -> Iterator[Figure]:
+        """The connections of strangers."""
+        words = "Connections from other machines that made no call"
+        yield counter("kakeya_connections_without_call", words, self._uncalled.total)
 
     async def open_plain(self, address: str, *, flag: str) -> str:
         """Listen without encryption on HOST:PORT or unix:PATH; return the address with its port.
@@ -123,7 +149,7 @@ class Listeners:
         if self._material is None:
             raise Conflict(f"{address} cannot be encrypted: this node has no identity")
         server = self._server(Origin.TLS)
-        credentials = server_credentials(self._material)
+        credentials = server_credentials(self._material, self._handshakes.begin)
         return await self._bind(
             address,
             _Listener(server, Origin.TLS),
@@ -165,8 +191,13 @@ class Listeners:
 
         The bound keeps one host from using up the open files of the process. Never returns.
         """
+        begun: deque[int] = deque(maxlen=_LOOKS_TO_CALL)
         while True:
             await self._clock.sleep(_LOOK_EVERY_S)
+            begun.append(self._handshakes.begun)
+            if len(begun) == _LOOKS_TO_CALL:
+                settled = begun[0] - self._connections.noted
+                self._uncalled.add(max(0, settled - self._uncalled.total))
             if ended := self.drop_expired():
                 words = "closed connections with expired certificates"
                 event(_log, words, level=logging.WARNING, closed=ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from pathlib import Path
@@ -50,3 +51,17 @@ async def test_a_folder_leaves_nothing_behind_where_its_maker_is_cancelled(
         with pytest.raises(asyncio.CancelledError):
             await holding
         assert [*short_path.iterdir()] == []
+
+
+async def test_the_traceback_of_a_child_is_one_line_of_the_log(
+    short_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kakeya.child")
+    broken = (sys.executable, "-c", "print('begun', flush=True)\n{}['weights']")
+    child = await EngineProcess.start("toy", lambda _: broken, short_path / "1.sock")
+    assert (await child.exited()).last_line == "KeyError: 'weights'"
+    await child.aclose(5.0)
+    begun, fault = caplog.records
+    assert (begun.message, begun.levelname) == ("begun", "INFO")
+    assert (fault.message, fault.levelname) == ("KeyError: 'weights'", "ERROR")
+    assert fault.kakeya_fields["traceback"].startswith("Traceback (most recent")  # type: ignore[attr-defined]

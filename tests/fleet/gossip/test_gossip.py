@@ -180,7 +180,7 @@ async def test_an_unchanged_offer_wakes_nobody() -> None:
 async def test_two_nodes_with_one_seed_find_each_other_and_log_each_round(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="kakeya.fleet")
+    caplog.set_level(logging.DEBUG, logger="kakeya.fleet")
     async with running_node("a") as a, running_node("b") as b:
         gossip = a.gossip(b.address)
         async with Supervisor(a.clock) as supervisor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from kakeya.gateway.http.connection import HttpLimits
@@ -92,3 +94,23 @@ async def test_what_a_warning_quotes_ends_no_header(folder):
     assert reply.status_code == 200
     assert "x-evil" not in reply.headers
     assert reply.headers["x-kakeya-warning"].endswith("(web_search\\r\\nx-evil: 1)")
+
+
+async def test_the_log_has_a_line_for_each_request_and_what_its_generation_was(folder, caplog):
+    caplog.set_level(logging.INFO, logger="kakeya.gateway")
+    async with serving(ToyModel(folder)) as served:
+        reply = await served.http.post("/v1/chat/completions", json=CHAT)
+        await served.http.post("/v1/chat/completions", json={**CHAT, "zeta": 1})
+        await served.http.get("/v1/models")
+    done, refused = (one for one in caplog.records if one.message == "answered")
+    usage = reply.json()["usage"]
+    told = done.kakeya_fields
+    assert told["request_id"] == reply.headers["x-request-id"]
+    assert (told["status"], told["model"], told["node"]) == (200, "toy", "this")
+    assert (told["prompt_tokens"], told["tokens"]) == (
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+    )
+    assert told["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < told["first_token_s"] <= told["seconds"]
+    assert refused.kakeya_fields["status"] == 400

@@ -294,6 +294,44 @@ async def test_a_host_that_only_connects_does_not_take_all_files_of_the_process(
             writer.transport.abort()
 
 
+async def test_connections_without_a_call_are_counted_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet, other = Fleet(), Fleet()
+    clock = SettableClock()
+
+    def counted() -> float:
+        (found,) = node.listeners.figures()
+        return found.values[()]
+
+    async with AsyncExitStack() as stack:
+        node = await stack.enter_async_context(listening(fleet, clock=clock))
+        watching = asyncio.create_task(node.listeners.watch())
+        honest = await stack.enter_async_context(dial(node.tls, fleet.issue()[1], fleet.any_member))
+        assert await call(honest, DESCRIBE) is OK
+        host, _, port = node.tls.rpartition(":")
+        for _ in range(3):
+            _, garbage = await asyncio.open_connection(host, int(port))
+            garbage.write(b"GET / HTTP/1.1\r\n\r\n")
+            await garbage.drain()
+            garbage.close()
+        stranger = await stack.enter_async_context(
+            dial(node.tls, other.issue()[1], other.any_member)
+        )
+        assert await call(stranger, DESCRIBE) is UNREACHED
+        assert counted() == 0
+        async with asyncio.timeout(60):
+            while counted() < 4:
+                clock.advance(2.0)
+                await asyncio.sleep(0.05)
+            clock.advance(100.0)
+            while sum(one.kakeya_fields.get("count", 0) for one in caplog.records) < counted():
+                clock.advance(2.0)
+                await asyncio.sleep(0.05)
+        assert await call(honest, DESCRIBE) is OK
+        watching.cancel()
+
+
 async def test_bytes_that_are_no_message_are_the_callers_mistake() -> None:
     listeners = Listeners(
         lambda server: add_RuntimeServiceServicer_to_server(Endless(), server),
