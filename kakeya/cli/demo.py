@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kakeya.cli.child import NodeProcess
-from kakeya.cli.display import DemoRow, demo_progress, show_demo
+from kakeya.cli.show.display import DemoRow, demo_progress, show_demo
 from kakeya.core.errors import DeadlineExceeded
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.sessions.client import Client, GenerateSummary

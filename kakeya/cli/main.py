@@ -177,7 +177,7 @@ def _status(node: NodeApi, *, as_json: bool, watch: bool) -> int:
     show: Callable[[Mapping[str, object]], None] = print_json
     with ExitStack() as stack:
         if not as_json:
-            from kakeya.cli.display import show_status, watched_status
+            from kakeya.cli.show.display import show_status, watched_status
 
             show = stack.enter_context(watched_status()) if watch else show_status
         while True:
@@ -194,7 +194,7 @@ def _plan(node: NodeApi, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(plan))
     else:
-        from kakeya.cli.display import show_plan
+        from kakeya.cli.show.display import show_plan
 
         show_plan(plan)
     return 0 if plan.get("placement") else 1

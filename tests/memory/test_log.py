@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from kakeya.cli.memory_tables import show_memory
+from kakeya.cli.show.memory_tables import show_memory
 from kakeya.core import errors
 from kakeya.core.units import MIB
 from kakeya.memory.arbiter.arbiter import Arbiter

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.cli.display import show_plan, show_status
+from kakeya.cli.show.display import show_plan, show_status
 from kakeya.config import config
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.fleet.cards.cards import Endpoint, Offer

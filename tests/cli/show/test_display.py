@@ -7,7 +7,7 @@ import re
 
 from rich.console import Console
 
-from kakeya.cli.display import show_status, watched_status
+from kakeya.cli.show.display import show_status, watched_status
 
 COLUMNS, LINES = 80, 24
 LOAD = {"at": "41 %", "seconds": 12.0}

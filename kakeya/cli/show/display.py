@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from kakeya.cli.memory_tables import show_memory
+from kakeya.cli.show.memory_tables import show_memory
 from kakeya.core.units import format_bytes
 
 Json = Mapping[str, object]
