@@ -102,13 +102,14 @@ class _Folded(logging.Handler):
     def _tell(self, name: str) -> None:
         if found := self._repeated.pop(name, None):
             count, last = found
-            setattr(last, _FIELDS, {**getattr(last, _FIELDS, {}), "repeated": count})
+            setattr(last, _FIELDS, {**fields_of(last), "repeated": count})
             self._target.handle(last)
 
 
 def _said(record: logging.LogRecord) -> object:
-    fields = getattr(record, _FIELDS, {})
-    told = tuple((key, str(one)) for key, one in fields.items() if not isinstance(one, float))
+    told = tuple(
+        (key, str(one)) for key, one in fields_of(record).items() if not isinstance(one, float)
+    )
     return record.levelno, record.getMessage(), told
 
 
