@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -33,8 +32,9 @@ from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.leases import commands as lease_cli
 from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
-from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
-from kakeya.generation.caller import PRIORITIES
+from kakeya.cli.show.labels import Labels, labels_in, labels_of
+from kakeya.cli.talk import chat, generate
+from kakeya.core.errors import ConfigError, KakeyaError
 
 _WATCH_S = 1.0
 DOCTOR = "find faults of this node, its peers and the network between them"
@@ -60,30 +60,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.command == "demo":
-        from kakeya.cli.demo import run_demo
+    match options.command:
+        case "demo":
+            from kakeya.cli.demo import run_demo
 
-        return run_demo(as_json=options.json)
-    folder = data_dir_of(options)
-    if options.command == "doctor":
-        from kakeya.cli import doctor
+            return run_demo(as_json=options.json)
+        case "doctor":
+            from kakeya.cli import doctor
 
-        return doctor.run(options, folder)
-    if options.command == "lease":
-        return lease_cli.run(options)
-    for run in (
-        fleet_cli.run,
-        adapter_cli.run,
-        model_cli.run,
-        cache_cli.run,
-        key_cli.run,
-        ring_groups.run,
-        connect_cli.run,
-    ):
+            return doctor.run(options, data_dir_of(options))
+        case "lease":
+            return lease_cli.run(options)
+    for run in _OWNERS:
         status = run(options)
         if status is not None:
             return status
-    node = find_node(options.node, folder, os.environ.get(KEY_VARIABLE, ""))
+    key = os.environ.get(KEY_VARIABLE, "")
+    return _ask(find_node(options.node, data_dir_of(options), key), options)
+
+
+_OWNERS: tuple[Callable[[argparse.Namespace], int | None], ...] = (
+    fleet_cli.run,
+    adapter_cli.run,
+    model_cli.run,
+    cache_cli.run,
+    key_cli.run,
+    ring_groups.run,
+    connect_cli.run,
+)
+"""Commands for the owner of a node, on its machine."""
+
+
+def _ask(node: NodeApi, options: argparse.Namespace) -> int:
+    """Run a command that asks a node over HTTP."""
     match options.command:
         case "status":
             return _status(node, as_json=options.json, watch=options.watch)
@@ -97,8 +106,10 @@ def _run(options: argparse.Namespace) -> int:
             return ring_cli.run(node, options)
         case "jobs":
             return job_cli.run(node, options.action, options.job_id, as_json=options.json)
+        case "chat":
+            return chat.run(node, options)
         case _:
-            return _generate(node, options)
+            return generate.run(node, options)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,18 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     jobs = _command(commands, "jobs", "list the jobs of slow work, show or cancel one")
     jobs.add_argument("action", nargs="?", default="list", choices=("list", "show", "cancel"))
     jobs.add_argument("job_id", nargs="?", default="", metavar="JOB", help="id of a job")
-    generate = _command(commands, "generate", "continue a text, streamed to stdout")
-    generate.add_argument("--prompt", metavar="TEXT", help="the text to continue (else stdin)")
-    generate.add_argument("--model", default="", metavar="ID", help="default: the node's first")
-    generate.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    generate.add_argument("--temperature", type=_number, default=0.0, metavar="T")
-    generate.add_argument("--seed", type=int, default=0, metavar="N")
-    generate.add_argument(
-        "--draft", default="auto", metavar="POLICY", help="auto, off, ngram, peer, MODEL@HOST:PORT"
-    )
-    generate.add_argument(
-        "--priority", default="normal", choices=tuple(PRIORITIES), help="default: %(default)s"
-    )
+    generate.add_options(_command(commands, "generate", "continue a text, streamed to stdout"))
+    chat.add_options(_command(commands, "chat", "talk with a model; /help shows what it can do"))
     demo = commands.add_parser("demo", help="two nodes on this machine, four ways to draft")
     demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
     fleet_cli.add_parsers(commands)
@@ -188,7 +189,8 @@ def _status(node: NodeApi, *, as_json: bool, watch: bool) -> int:
 
 
 def _plan(node: NodeApi, *, as_json: bool) -> int:
-    plan = node.get("/api/v1/fleet").get("plan")
+    fleet = node.get("/api/v1/fleet")
+    plan, nodes = fleet.get("plan"), fleet.get("nodes")
     if not isinstance(plan, dict):
         raise KakeyaError(f"{node.address} gives no plan; is it a Kakeya node of this version?")
     if as_json:
@@ -196,7 +198,8 @@ def _plan(node: NodeApi, *, as_json: bool) -> int:
     else:
         from kakeya.cli.show.display import show_plan
 
-        show_plan(plan)
+        labels = labels_in(nodes if isinstance(nodes, list) else ())
+        show_plan(json.loads(labels.within(json.dumps(plan))))
     return 0 if plan.get("placement") else 1
 
 
@@ -204,108 +207,12 @@ def _explain(node: NodeApi, request_id: str, *, as_json: bool) -> int:
     from kakeya.cli.explain import explanation
 
     found = node.get(f"/api/v1/requests/{quote(request_id, safe='')}")
-    print(json.dumps(found) if as_json else "\n".join(explanation(found)))
-    return 0
-
-
-def _number(written: str) -> float:
-    try:
-        number = float(written)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{written!r} is not a number; give one from 0 to 2")
-    return number
-
-
-def _generate(node: NodeApi, options: argparse.Namespace) -> int:
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
-    if not prompt:
-        raise InvalidArgument("the prompt is empty; give a text with --prompt or on stdin")
-    if any(
-        "\ud800" <= letter <= "\udfff" for letter in prompt
-    ):  # surrogates, as which Python reads bytes that are not UTF-8
-        raise InvalidArgument("the prompt is not UTF-8; give a text with --prompt or on stdin")
-    body = {
-        "model": options.model or _default_model(node),
-        "prompt": prompt,
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "seed": options.seed,
-        "draft_policy": options.draft,
-        "priority": options.priority,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    text: list[str] = []
-    usage: dict[str, object] = {}
-    waiting = _Waiting()
-    for event in node.stream("/v1/completions", body, waiting.show):
-        waiting.end()
-        piece = _text_of(event)
-        text.append(piece)
-        if not options.json:
-            print(piece, end="", flush=True)
-        found = event.get("usage")
-        usage = found if isinstance(found, dict) else usage
-    if options.json:
-        print(json.dumps({"model": body["model"], "text": "".join(text), "usage": usage}))
+    if as_json:
+        print(json.dumps(found))
     else:
-        print()
-        print(_account(usage), file=sys.stderr)
+        labels = labels_of(node) if found.get("routes") else Labels()
+        print(labels.within("\n".join(explanation(found))))
     return 0
-
-
-class _Waiting:
-    """Says on stderr what an answer waits for: in one line of a terminal, else once."""
-
-    def __init__(self) -> None:
-        self._is_shown = False
-
-    def show(self, text: str) -> None:
-        """Show it, in the place of the text before."""
-        said = f"waiting: {''.join(char if char.isprintable() else '?' for char in text)}"
-        if sys.stderr.isatty():
-            print(f"\r\033[K{said}", end="", file=sys.stderr, flush=True)
-        elif not self._is_shown:
-            print(said, file=sys.stderr, flush=True)
-        self._is_shown = True
-
-    def end(self) -> None:
-        """Take it away: the answer comes."""
-        if self._is_shown and sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-        self._is_shown = False
-
-
-def _default_model(node: NodeApi) -> str:
-    models = node.get("/v1/models").get("data")
-    if not isinstance(models, list) or not models:
-        raise KakeyaError(
-            f"the node at {node.address} has no verifier; start one with --model ID_OR_PATH"
-        )
-    return str(models[0]["id"])
-
-
-def _text_of(event: Mapping[str, object]) -> str:
-    choices = event.get("choices")
-    return str(choices[0].get("text", "")) if isinstance(choices, list) and choices else ""
-
-
-def _account(usage: Mapping[str, object]) -> str:
-    """Write one line for a person: tokens, speed, and the drafts that were accepted."""
-    ours = usage.get("kakeya")
-    tokens = int(str(usage.get("completion_tokens", 0)))
-    if not isinstance(ours, dict) or not tokens:
-        return f"{tokens} tokens"
-    decode_s = max(1e-9, (ours["total_ms"] - ours["prefill_ms"]) / 1000)
-    line = f"{tokens} tokens, {tokens / decode_s:.0f} tokens/s"
-    line += f", prompt of {usage.get('prompt_tokens')} read in {ours['prefill_ms']:.0f} ms"
-    if ours["verified"]:
-        rate = ours["accepted"] / ours["verified"]
-        line += f"; drafts: {ours['accepted']} of {ours['verified']} accepted ({rate:.0%})"
-        line += f", {tokens / max(1, ours['forwards']):.2f} tokens per verify step"
-    return line
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""Labels of nodes in the place of their ids: an id made from a key has 52 characters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kakeya.cli.node_api import NodeApi
+from kakeya.core.errors import KakeyaError
+
+SHORT = 8
+"""Characters of an id that tell the nodes of a shelf apart."""
+_KEY_ID = re.compile(r"\b[a-z2-7]{52}\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels of nodes by id."""
+
+    by_id: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, node_id: str) -> str:
+        """The label of a node, or else the start of an id made from a key, or else the id."""
+        label = self.by_id.get(node_id, "")
+        return label or (node_id[:SHORT] if _KEY_ID.fullmatch(node_id) else node_id)
+
+    def within(self, text: str) -> str:
+        """A text with labels in the place of ids made from keys."""
+        return _KEY_ID.sub(lambda found: self.of(found[0]), text)
+
+
+def labels_in(nodes: Iterable[object]) -> Labels:
+    """The labels that a status tells of the nodes of its fleet."""
+    found = (node for node in nodes if isinstance(node, Mapping))
+    return Labels({str(one.get("node_id")): str(one.get("label") or "") for one in found})
+
+
+def labels_of(node: NodeApi) -> Labels:
+    """The labels of the fleet of a node; none where it does not tell them."""
+    try:
+        nodes = node.get("/api/v1/fleet").get("nodes")
+    except KakeyaError:
+        return Labels()
+    return labels_in(nodes if isinstance(nodes, list) else ())

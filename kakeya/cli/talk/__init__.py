@@ -1,0 +1,1 @@
+"""`kakeya generate` and `kakeya chat`: one answer, or one after another, streamed to a terminal."""

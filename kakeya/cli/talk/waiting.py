@@ -1,0 +1,34 @@
+"""What an answer waits for, on stderr: in one line of a terminal, else once."""
+
+from __future__ import annotations
+
+import sys
+
+_ERASE = "\r\033[K"
+
+
+class Waiting:
+    """Shows what an answer waits for, until it comes."""
+
+    def __init__(self) -> None:
+        self._is_shown = False
+
+    def show(self, text: str) -> None:
+        """Show it, in the place of the text before."""
+        said = f"waiting: {printable(text)}"
+        if sys.stderr.isatty():
+            print(f"{_ERASE}{said}", end="", file=sys.stderr, flush=True)
+        elif not self._is_shown:
+            print(said, file=sys.stderr, flush=True)
+        self._is_shown = True
+
+    def end(self) -> None:
+        """Take it away: the answer comes, or never will."""
+        if self._is_shown and sys.stderr.isatty():
+            print(_ERASE, end="", file=sys.stderr, flush=True)
+        self._is_shown = False
+
+
+def printable(text: str) -> str:
+    """Replace what moves a terminal's cursor, but for line breaks and tabs."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
