@@ -32,7 +32,7 @@ from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.leases import commands as lease_cli
 from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
-from kakeya.cli.show.labels import Labels, labels_in, labels_of
+from kakeya.cli.show.labels import NodeLabels, labels_in, labels_of
 from kakeya.cli.talk import chat, generate
 from kakeya.core.errors import ConfigError, KakeyaError
 
@@ -210,7 +210,7 @@ def _explain(node: NodeApi, request_id: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found))
     else:
-        labels = labels_of(node) if found.get("routes") else Labels()
+        labels = labels_of(node) if found.get("routes") else NodeLabels()
         print(labels.within("\n".join(explanation(found))))
     return 0
 

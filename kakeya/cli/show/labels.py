@@ -15,7 +15,7 @@ _KEY_ID = re.compile(r"\b[a-z2-7]{52}\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
+class NodeLabels:
     """The labels of nodes by id."""
 
     by_id: Mapping[str, str] = field(default_factory=dict)
@@ -30,16 +30,16 @@ class Labels:
         return _KEY_ID.sub(lambda found: self.of(found[0]), text)
 
 
-def labels_in(nodes: Iterable[object]) -> Labels:
+def labels_in(nodes: Iterable[object]) -> NodeLabels:
     """The labels that a status tells of the nodes of its fleet."""
     found = (node for node in nodes if isinstance(node, Mapping))
-    return Labels({str(one.get("node_id")): str(one.get("label") or "") for one in found})
+    return NodeLabels({str(one.get("node_id")): str(one.get("label") or "") for one in found})
 
 
-def labels_of(node: NodeApi) -> Labels:
+def labels_of(node: NodeApi) -> NodeLabels:
     """The labels of the fleet of a node; none where it does not tell them."""
     try:
         nodes = node.get("/api/v1/fleet").get("nodes")
     except KakeyaError:
-        return Labels()
+        return NodeLabels()
     return labels_in(nodes if isinstance(nodes, list) else ())

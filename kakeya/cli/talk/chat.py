@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 from kakeya.cli.node_api import NodeApi
 from kakeya.cli.show.labels import labels_of
-from kakeya.cli.talk.conversation import Conversation
+from kakeya.cli.talk.conversation import TerminalChat
 from kakeya.cli.talk.generate import account, add_sampling, check_text, models_of
-from kakeya.cli.talk.waiting import Waiting, printable
+from kakeya.cli.talk.waiting import WaitLine, printable
 from kakeya.core.errors import KakeyaError
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
@@ -31,7 +31,7 @@ def add_options(chat: argparse.ArgumentParser) -> None:
 def run(node: NodeApi, options: argparse.Namespace) -> int:
     """Talk until the user ends it; returns the exit status. Raises KakeyaError."""
     models = models_of(node)
-    talk = Conversation(base=models[0], models=models, system=options.system)
+    talk = TerminalChat(base=models[0], models=models, system=options.system)
     if options.model:
         talk.take(f"/model {options.model}")
     chat = _Chat(node, talk, options)
@@ -42,7 +42,7 @@ def run(node: NodeApi, options: argparse.Namespace) -> int:
 class _Chat:
     """One chat in a terminal."""
 
-    def __init__(self, node: NodeApi, talk: Conversation, options: argparse.Namespace) -> None:
+    def __init__(self, node: NodeApi, talk: TerminalChat, options: argparse.Namespace) -> None:
         self._node = node
         self._talk = talk
         wishes = {
@@ -95,7 +95,7 @@ class _Chat:
         """Stream the answer to the last message; Ctrl-C keeps what came of it."""
         text: list[str] = []
         usage: dict[str, object] = {}
-        waiting = Waiting()
+        waiting = WaitLine()
         note = ""
         try:
             for event in self._events(waiting):
@@ -116,7 +116,7 @@ class _Chat:
         self._talk.answered("".join(text))
         self.tell(note or receipt(usage, self._explained(usage)))
 
-    def _events(self, waiting: Waiting) -> Iterator[Mapping[str, object]]:
+    def _events(self, waiting: WaitLine) -> Iterator[Mapping[str, object]]:
         body = {
             "model": self._talk.model,
             "messages": self._talk.messages,

@@ -19,7 +19,7 @@ _COMMANDS = ("/system", "/model", "/adapter", "/new", "/again", "/help", "/quit"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LineEffect:
     """What a line of the user does: `text` is shown, a turn is sent, or the chat ends."""
 
     text: str = ""
@@ -28,7 +28,7 @@ class Said:
 
 
 @dataclass(slots=True, kw_only=True)
-class Conversation:
+class TerminalChat:
     """Turns so far; pure. `models` are the names that the node answers for."""
 
     base: str
@@ -48,34 +48,36 @@ class Conversation:
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.turns]
 
-    def take(self, line: str) -> Said:
+    def take(self, line: str) -> LineEffect:
         """Take a line of the user: a command or a message. Raises InvalidArgument."""
         if not line.strip():
-            return Said()
+            return LineEffect()
         if not line.startswith("/"):
             self.turns.append({"role": "user", "content": line})
-            return Said(asks=True)
+            return LineEffect(asks=True)
         command, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         match command:
             case "/quit" | "/exit":
-                return Said(ends=True)
+                return LineEffect(ends=True)
             case "/help":
-                return Said(HELP)
+                return LineEffect(HELP)
             case "/new":
                 self.turns.clear()
-                return Said("a new conversation")
+                return LineEffect("a new conversation")
             case "/system":
                 self.system = rest
                 self.turns.clear()
-                return Said("a new conversation, " + ("with" if rest else "without") + " a system")
+                return LineEffect(
+                    "a new conversation, " + ("with" if rest else "without") + " a system"
+                )
             case "/again":
                 return self._again()
             case "/model":
                 return self._use_model(rest)
             case "/adapter":
                 self.adapter = rest
-                return Said(f"answers come from {self.model}")
+                return LineEffect(f"answers come from {self.model}")
         raise InvalidArgument(f"there is no {command}{nearest(command, _COMMANDS)}; see /help")
 
     def answered(self, text: str) -> None:
@@ -86,16 +88,18 @@ class Conversation:
         else:
             self.turns.pop()
 
-    def _again(self) -> Said:
+    def _again(self) -> LineEffect:
         if self.turns and self.turns[-1]["role"] == "assistant":
             self.turns.pop()
         if not self.turns:
             raise InvalidArgument("nothing was asked so far")
-        return Said(asks=True)
+        return LineEffect(asks=True)
 
-    def _use_model(self, name: str) -> Said:
+    def _use_model(self, name: str) -> LineEffect:
         if not name:
-            return Said("\n".join(f"{'*' if it == self.model else ' '} {it}" for it in self.models))
+            return LineEffect(
+                "\n".join(f"{'*' if it == self.model else ' '} {it}" for it in self.models)
+            )
         base, adapter = name, ""
         if name not in self.models:
             base, _, adapter = name.rpartition(":")
@@ -104,4 +108,4 @@ class Conversation:
                 f"no model {name!r} is served{nearest(name, self.models)}; /model shows them"
             )
         self.base, self.adapter = base, adapter
-        return Said(f"answers come from {self.model}")
+        return LineEffect(f"answers come from {self.model}")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from kakeya.cli.node_api import NodeApi
-from kakeya.cli.talk.waiting import Waiting
+from kakeya.cli.talk.waiting import WaitLine
 from kakeya.core.errors import InvalidArgument, KakeyaError
 from kakeya.generation.caller import PRIORITIES
 
@@ -53,7 +53,7 @@ def run(node: NodeApi, options: argparse.Namespace) -> int:
     }
     text: list[str] = []
     usage: Mapping[str, object] = {}
-    waiting = Waiting()
+    waiting = WaitLine()
     for event in node.stream("/v1/completions", body, waiting.show):
         waiting.end()
         piece = _text_of(event)

@@ -7,7 +7,7 @@ import sys
 _ERASE = "\r\033[K"
 
 
-class Waiting:
+class WaitLine:
     """Shows what an answer waits for, until it comes."""
 
     def __init__(self) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kakeya.cli.talk.conversation import HELP, Conversation
+from kakeya.cli.talk.conversation import HELP, TerminalChat
 from kakeya.core.errors import InvalidArgument
 
 
-def talk(**fields: object) -> Conversation:
-    return Conversation(base="small", models=("small", "large", "a:b"), **fields)  # type: ignore[arg-type]
+def talk(**fields: object) -> TerminalChat:
+    return TerminalChat(base="small", models=("small", "large", "a:b"), **fields)  # type: ignore[arg-type]
 
 
 def test_turns_are_sent_whole_with_the_system_first() -> None:
