@@ -39,7 +39,7 @@ class ShownLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SaidTokens(Said):
-    """Text of an answer whose logprobs were asked for, with the tokens that settled it.
+    """Text of an answer with logprobs, with the tokens that settled it.
 
     A token whose text is held back, since it may begin a mark or a stop string, comes with the text
     that it is found to be. Tokens of thoughts and of calls come with no text.

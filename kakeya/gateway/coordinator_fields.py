@@ -8,7 +8,7 @@ x_stay_warm    seconds for which the model stays warm after the request, at leas
 x_cooldown     seconds after the request in which further generations of its client are refused,
                where it has a name
 
-Other fields whose names begin with x_ are left out, and named by x-kakeya-ignored.
+Other fields that begin with x_ are left out, and named by x-kakeya-ignored.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class _Chat:
         self._failed = False
 
     def run(self) -> int:
-        """Talk until the user ends it. A pipe whose message has no answer ends with 1."""
+        """Talk until the user ends it. It is 1 where a message of a pipe got no answer."""
         for line in self._lines():
             try:
                 check_text(line, "the message")

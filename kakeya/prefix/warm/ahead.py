@@ -63,7 +63,7 @@ _PIN = "pin:"
 
 
 class WatchedModel(Protocol):
-    """A model of this node whose engine may have changed."""
+    """A model of this node; its engine may have changed."""
 
     @property
     def model_id(self) -> str:

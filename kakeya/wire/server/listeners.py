@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _NETWORK = (Origin.TLS, Origin.OPEN)
 _LOOK_EVERY_S = 2.0
 _LOOKS_TO_CALL = 6
-"""A connection whose handshake began that many looks ago has made a call, or makes none."""
+"""A connection makes its first call within so many looks after its handshake began, or none."""
 Register = Callable[[grpc.aio.Server], None]
 """Adds the node's services to a server before it starts; called once for each server."""
 
