@@ -24,6 +24,8 @@
     GET  /metrics                        Prometheus
     GET  /openapi.json                   these paths and their parameters, for programs
     GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
+    GET  /api/v1/models; POST .../pull, stop, remove, load, unload
+                                         the models on disk and in memory: see `owner`
     GET, PUT /api/v1/config              tasks, and what else changes while the node runs
     GET  /api/v1/capabilities; POST .../{name}
     GET  /api/v1/jobs, /api/v1/jobs/{id}, and others: see `jobs`
@@ -65,7 +67,7 @@ from kakeya.gateway.coordinator_fields import COORDINATOR_FIELDS
 from kakeya.gateway.dashboard.events import events_route
 from kakeya.gateway.dashboard.page import page_routes
 from kakeya.gateway.embeddings import Embeddings
-from kakeya.gateway.explain import ExplainRoute
+from kakeya.gateway.explain import ExplainRoute, HeldTeller
 from kakeya.gateway.figures import CONTENT_TYPE, HttpMetrics
 from kakeya.gateway.generation import Generations
 from kakeya.gateway.http.authorization import KeyCheck
@@ -93,6 +95,7 @@ from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, 
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openapi import BodyRoute, document_route
 from kakeya.gateway.owner.live_config import ConfigRoute
+from kakeya.gateway.owner.model_files import ModelFilesRoute
 from kakeya.gateway.owner.ring_plan import RingPlanRoute
 from kakeya.gateway.precache import PRECACHE, PrecacheRoute
 from kakeya.gateway.preparation import Preparation
@@ -132,6 +135,8 @@ def build_app(
     capabilities: Capabilities | None = None,
     ring: RingSurvey | None = None,
     watch: FleetWatch | None = None,
+    files: ModelFilesRoute | None = None,
+    held: HeldTeller | None = None,
 ) -> Starlette:
     """Build the application.
 
@@ -148,7 +153,8 @@ def build_app(
     requests in the place of an engine, None = there are none; `routed` finds those of peers too,
     None = there are only the own ones. `jobs` get the kinds of work that go on in the background,
     and are started later; `capabilities` None = there are none. `ring` None = no ring group is
-    planned. `watch` None = the page shows no facts.
+    planned. `watch` None = the page shows no facts. `files` None = HTTP does not look after models.
+    `held` tells explanations where KV is now.
     """
     metrics = HttpMetrics(
         figures,
@@ -205,7 +211,7 @@ def build_app(
         ),
         Route(
             "/api/v1/requests/{request_id}",
-            ExplainRoute(generations.recent, generations.clients, texts).answer,
+            ExplainRoute(generations.recent, generations.clients, texts, held).answer,
         ),
         *ConfigRoute(tasks, relays, limits).routes(),
         *job_routes(jobs, capabilities, generations),
@@ -213,6 +219,7 @@ def build_app(
         *gateway.routes(),
         *page_routes(),
         *([events_route(watch)] if watch else ()),
+        *(files.routes(limits) if files else ()),
         *([RingPlanRoute(ring).route()] if ring else ()),
     ]
     app = Starlette(

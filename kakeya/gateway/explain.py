@@ -2,20 +2,22 @@
 
 The prompt is compared with that of the conversation's turn before, or with the one that is most
 alike. The first token at which it left what was cached is named, with the text around it; then what
-was moved, and the waits. Of a request that has not ended, it is told for what it waits. A record is
-shown to the client that sent the request, to keys of role admin, and to callers on the node's own
-machine.
+was moved, the waits, and the nodes that have KV of it now. Of a request that has not ended, it is
+told for what it waits. A record is shown to the client that sent the request, to keys of role
+admin, and to callers on the node's own machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from kakeya.core.errors import KakeyaError, NotFound
+from kakeya.core.figures import Json
 from kakeya.core.units import unpack_ids
 from kakeya.dispatch.clients import Clients
 from kakeya.gateway.http.authorization import client_of, sees_all
@@ -23,6 +25,8 @@ from kakeya.gateway.openai.share_params import share_of
 from kakeya.gateway.recent import TOKEN_BYTES, RecentRequests, RequestRecord
 from kakeya.text.text import TextModel, Texts
 
+HeldTeller = Callable[[str, str, Sequence[int], Sequence[int]], Awaitable[Mapping[str, int]]]
+"""Of a model, a client and a history with its cuts: how many leading tokens have KV, by node id."""
 AROUND_CHARS = 60
 """As many tokens are decoded: nearly each stands for a character at least."""
 
@@ -36,7 +40,11 @@ class RequestUnknown(NotFound):
 class ExplainRoute:
     """The endpoint."""
 
-    def __init__(self, recent: RecentRequests, clients: Clients, texts: Texts) -> None:
+    def __init__(
+        self, recent: RecentRequests, clients: Clients, texts: Texts, held: HeldTeller | None
+    ) -> None:
+        """`held` tells where KV is now; None = that is not told."""
+        self._held = held
         self._recent = recent
         self._clients = clients
         self._texts = texts
@@ -55,6 +63,7 @@ class ExplainRoute:
             )
         nearest = None if record.relay else self._recent.nearest(record)
         body = explained(record, nearest)
+        body["warm"] = [] if record.relay else await self._warm(record)
         parted = body["parted_at_token"]
         if isinstance(parted, int):
             try:
@@ -64,6 +73,16 @@ class ExplainRoute:
                 around = {}
             body["text"] = around
         return JSONResponse(body)
+
+    async def _warm(self, record: RequestRecord) -> list[Json]:
+        """The nodes that have KV of the request and its answer now, the one with the most first."""
+        if self._held is None:
+            return []
+        history = unpack_ids(record.history)
+        cuts = (*record.cuts, record.prompt_tokens)
+        held = await self._held(record.model_id, record.owner, history, cuts)
+        found = sorted(held.items(), key=lambda one: -one[1])
+        return [{"node": node, "tokens": n, "of": len(history)} for node, n in found if n]
 
 
 def explained(

@@ -180,6 +180,7 @@ class Generations:
         record.ended_s = self._clock.mono() - job.began_mono
         record.ended_at = self._clock.wall()
         record.usage = answer.usage
+        record.cuts = tuple(job.request.cuts)
         record.prefill_s = None if answer.usage is None else answer.usage.prefill_s
         record.cached_tokens = answer.cached_tokens
         record.finish_reason = answer.finish_reason or ""

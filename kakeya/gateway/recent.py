@@ -35,11 +35,12 @@ class RequestRecord:
 
     `owner` is its client, or the machine of a nameless one. `conversation` is the key of its KV, ""
     = none. `task` chose the model, None = the request names it. `defaults` are what it did not say,
-    and the tables of the file that do. `prefill_s` is the engine's account, None where a stop
-    string ended the answer, as is `usage`. `ended_at` is the wall clock. `relay` names the backend
-    that answered, "" = an engine did; `told` is that backend's account, as ids are known of engines
-    alone. `node` is the label of the peer that answered, "" = this node did. `routes` are the
-    choices of a node, each but the first after a loss; () = no other node has the model.
+    and the tables of the file that do. `cuts` are the prompt's, for a look at its KV. `prefill_s`
+    is the engine's account, None where a stop string ended the answer, as is `usage`. `ended_at` is
+    the wall clock. `relay` names the backend that answered, "" = an engine did; `told` is that
+    backend's account, as ids are known of engines alone. `node` is the label of the peer that
+    answered, "" = this node did. `routes` are the choices of a node, each but the first after a
+    loss; () = no other node has the model.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class RequestRecord:
     prefill_s: float | None = None
     prompt: bytes = b""
     answer: bytes = b""
+    cuts: tuple[int, ...] = ()
     cached_tokens: int = 0
     finish_reason: str = ""
     ended_at: float = 0.0

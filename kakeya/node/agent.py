@@ -53,6 +53,7 @@ from kakeya.fleet.placement.ring import probe_ring_environment
 from kakeya.gateway.app import build_app
 from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.server import HttpServer, serve_http
+from kakeya.gateway.owner.model_files import ModelFilesRoute
 from kakeya.generation.frames import Usage
 from kakeya.generation.spec import ModelRole
 from kakeya.memory.estimate.size_file import hub_folder
@@ -420,6 +421,8 @@ class Agent:
             capabilities=Capabilities(self._memory, self._jobs),
             ring=self._services.ring,
             watch=self._services.watch,
+            held=self._services.models.held,
+            files=ModelFilesRoute(self._weights, self._engines, self._memory.arbiter),
         )
         return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 

@@ -364,3 +364,23 @@ async def test_the_stream_of_the_page_tells_of_both_nodes(
     assert {"models", "requests", "recent", "events", "fleet"} <= own.keys()
     assert "fleet" not in peer
     assert any(one["what"] == "model ready" for one in own["events"])
+
+
+async def test_the_owner_unloads_and_loads_a_model_over_http(verifier: NodeProcess) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{verifier.http}", timeout=60) as client:
+
+        async def do(action: str, **body: object) -> int:
+            return (await client.post(f"/api/v1/models/{action}", json=body)).status_code
+
+        assert await do("unload", model=VERIFIER) == 200
+        await eventually("it left", lambda: model_state(verifier, VERIFIER)["state"] == "unloaded")
+        assert await do("load", model=VERIFIER) == 200
+        assert model_state(verifier, VERIFIER)["state"] == "ready"
+        assert await do("load", model="nobody") == 404
+        assert await do("load") == 400
+        assert await do("load", model=VERIFIER, at="once") == 400
+        listed = (await client.get("/api/v1/models")).json()["data"]
+        assert any(one["loaded_as"] == VERIFIER and not one["is_pulled"] for one in listed)
+        assert await do("remove", model=VERIFIER) == 409
+        assert await do("stop", model=VERIFIER) == 404
+        assert await do("pull", model="../up") == 400

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
-from kakeya.dispatch.peers.neighbours import ServingPeer, ServingPeers
-from kakeya.dispatch.peers.quote import OwnModels, QuotedModel
+from kakeya.dispatch.peers.neighbours import MOST_QUOTED, ServingPeer, ServingPeers
+from kakeya.dispatch.peers.quote import OwnModels, Quote, QuotedModel
 from kakeya.dispatch.routed.embedder import RoutedEmbedder, VectorWeights
 from kakeya.dispatch.routed.history import RouteHistory
 from kakeya.dispatch.routed.images import RoutedImageModel, painters
@@ -125,6 +125,20 @@ class RoutedModels(ModelDirectory):
         known = {model.model_id for model in own}
         others = sorted({str(peer.offered.model_id) for peer in painters(self._peers)} - known)
         return (*own, *(self._routed_image(name, None) for name in others))
+
+    async def held(
+        self, model_id: str, client: str, token_ids: Sequence[int], cuts: Sequence[int]
+    ) -> Mapping[str, int]:
+        """How many leading tokens of a history have their KV at each node now, by node id; of a
+        peer that does not quote in time nothing is told."""
+        found: dict[str, int] = {}
+        with contextlib.suppress(KakeyaError):
+            own = self._own.get(model_id, client)
+            found[self._peers.own_id] = own.held_tokens(token_ids, cuts)
+        peers = self._peers.offering(model_id)[:MOST_QUOTED]
+        quotes = await self._peers.quotes(peers, model_id, client, token_ids, cuts)
+        told = {node: one.cached_tokens for node, one in quotes.items() if isinstance(one, Quote)}
+        return found | told
 
     def turn_elsewhere(self, claim: PrefixClaim, kv_key: str, tokens: TokenSource) -> bool:
         """Have the next turn of a conversation warm at the peer that serves it; False where this

@@ -15,7 +15,7 @@ from kakeya.core.units import MIB
 AGE_STEPS_S = (0, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 21600, 86400)
 """An age is told as the last step that it has passed."""
 COARSE_BYTES = 256 * MIB
-_AGES = frozenset({"age_s", "idle_s", "warm_s", "uptime_s"})
+_AGES = frozenset({"age_s", "idle_s", "warm_s", "uptime_s", "for_s"})
 _SIZES = frozenset({"available_bytes"})
 _LEFT_OUT = frozenset({"gossip", "skew_s", "last_events"})
 FLEET, CARD = "fleet", "card"

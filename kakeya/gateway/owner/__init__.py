@@ -1,1 +1,2 @@
-"""What the owner of a node asks it beside requests: its settings, and plans of ring groups."""
+"""What the owner of a node asks it beside requests: its settings, its models, and plans of ring
+groups."""

@@ -151,14 +151,15 @@ export function conversations(fleet) {
   return [...found.values()];
 }
 
-function warm(fleet) {
+function warm(fleet, warmth) {
   const [first] = conversations(fleet);
   if (!first) return { answer: "No conversation was held lately.", tone: "", reasons: [] };
   const { last } = first;
-  const gone = evictions(fleet).find((one) => one.node.id === last.node && one.model === last.model && Date.now() / 1000 - one.age_s > last.ended_at);
-  const where = fleet.nameOf(last.node);
-  const answer = gone ? `Its model left the memory of ${where} since.` : `Yes, on ${where}: ${count(last.prompt_tokens + last.completion_tokens, "token")} of its last turn.`;
-  return { answer, tone: gone ? "warn" : "good", reasons: [], conversation: first };
+  const now = warmth.get(last.id);
+  if (!now) return { answer: `Its last turn was on ${fleet.nameOf(last.node)}.`, tone: "", reasons: [] };
+  if (!now.length) return { answer: "No: no node has it now.", tone: "warn", reasons: [["warn", "its next turn computes the whole prompt"]] };
+  const answer = `Yes, on ${joined(now.slice(0, 2).map((one) => fleet.nameOf(one.node)))}: ${now[0].tokens} of ${count(now[0].of, "token")}.`;
+  return { answer, tone: "good", reasons: [] };
 }
 
 export function evictions(fleet) {
@@ -209,13 +210,13 @@ function speculation(fleet) {
   const tokens = sum(of.map((one) => one.completion_tokens)), forwards = sum(of.map((one) => one.forwards));
   const drafted = sum(of.map((one) => one.drafted)), accepted = sum(of.map((one) => one.accepted));
   if (!forwards) return { answer: "No answer with an account yet.", tone: "", reasons: [] };
-  const gain = tokens / forwards;
+  const gain = 1 + accepted / forwards;
   const reasons = [
     [gain > 1.05 ? "good" : "", `${count(tokens, "token")} of the last ${count(of.length, "answer")} took ${count(forwards, "step")} of the model: ${gain.toFixed(2)} tokens a step`],
     ["", drafted ? `${accepted.toLocaleString("en")} of ${drafted.toLocaleString("en")} draft tokens that the model looked at were accepted, ${percent(accepted / drafted)}` : "no draft was looked at: the controller found that none would pay"],
   ];
   const byNode = Map.groupBy ? [...Map.groupBy(of, (one) => one.node)] : [];
-  if (byNode.length > 1) for (const [node, list] of byNode) reasons.push(["", `${fleet.nameOf(node)}: ${(sum(list.map((one) => one.completion_tokens)) / sum(list.map((one) => one.forwards))).toFixed(2)} tokens a step`]);
+  if (byNode.length > 1) for (const [node, list] of byNode) reasons.push(["", `${fleet.nameOf(node)}: ${(1 + sum(list.map((one) => one.accepted)) / sum(list.map((one) => one.forwards))).toFixed(2)} tokens a step`]);
   const answer = gain > 1.05 ? `Yes: ${gain.toFixed(2)} tokens a step${drafted ? `, ${percent(accepted / drafted)} of drafts accepted` : ""}.` : `Hardly: ${gain.toFixed(2)} tokens a step.`;
   return { answer, tone: gain > 1.05 ? "good" : "", reasons };
 }
@@ -246,4 +247,5 @@ export const QUESTIONS = {
   news: ["What changed in the last hour?", news],
 };
 
-export const answered = (fleet, key) => ({ key, question: QUESTIONS[key][0], ...QUESTIONS[key][1](fleet) });
+/** The answer to a question; `warmth` has, by request, what each node has of it now. */
+export const answered = (fleet, key, warmth = new Map()) => ({ key, question: QUESTIONS[key][0], ...QUESTIONS[key][1](fleet, warmth) });

@@ -6,7 +6,7 @@ import { h, morphChildren } from "./dom.js";
 import * as views from "./views.js";
 
 const AGAIN_S = [0.5, 1, 2, 5, 10];
-const VIEWS = [["", "Fleet"], ["requests", "Requests"], ["memory", "Memory"], ["events", "Events"], ["settings", "Settings"], ["chat", "Chat"]];
+const VIEWS = [["", "Fleet"], ["requests", "Requests"], ["memory", "Memory"], ["models", "Models"], ["leases", "Leases"], ["events", "Events"], ["settings", "Settings"], ["chat", "Chat"]];
 const KEY = "kakeya.key", THEME = "kakeya.theme";
 const find = (id) => document.getElementById(id);
 
@@ -86,6 +86,24 @@ function show() {
 // The view.
 
 const actions = {
+  files: null,
+  names: null,
+  doing: new Set(),
+  failed: "",
+  /** Read what the view of models shows beside the stream. */
+  async readModels() {
+    const read = (path) => call(path).then((answer) => answer.json()).catch(() => null);
+    [actions.files, actions.names] = await Promise.all([read("/api/v1/models"), read("/v1/models")]);
+    show();
+  },
+  async act(path, model, more) {
+    actions.failed = "";
+    actions.doing.add(model);
+    show();
+    try { await call(`/api/v1/models/${path}`, { method: "POST", body: { model, ...more } }); } catch (problem) { actions.failed = problem.message; }
+    actions.doing.delete(model);
+    await actions.readModels();
+  },
   warmth: new Map(),
   wantWarmth(records) {
     for (const one of records) {
@@ -108,9 +126,11 @@ function drawn() {
     case "requests": return views.requestsView(page.fleet);
     case "request": return views.requestView(page.fleet, id, explained(id));
     case "memory": return views.memoryView(page.fleet);
+    case "models": return views.modelsView(page.fleet, actions);
+    case "leases": return views.leasesView(page.fleet);
     case "events": return views.eventsView(page.fleet);
     case "settings": return views.settingsView(settings());
-    default: return views.fleetView(page.fleet);
+    default: return views.fleetView(page.fleet, actions);
   }
 }
 
@@ -173,7 +193,13 @@ function theme(wanted) {
 }
 
 theme(localStorage.getItem(THEME) ?? "");
+function arrive() {
+  actions.failed = "";
+  if (where()[0] === "models") actions.readModels();
+}
+
 addEventListener("hashchange", () => {
+  arrive();
   page.explained.clear();
   actions.warmth.clear();
   page.config = page.config || null;
@@ -183,4 +209,5 @@ addEventListener("hashchange", () => {
 });
 startChat(find("chat"), { call, eventsOf, fleet: () => page.fleet });
 draw();
+arrive();
 watch();

@@ -114,7 +114,8 @@ export function picture(fleet) {
 
 // The views.
 
-export function fleetView(fleet) {
+export function fleetView(fleet, actions) {
+  actions.wantWarmth(conversations(fleet).slice(0, 1).map((one) => one.last));
   const told = headline(fleet);
   return [
     h("h1", { class: "lead" }, told.lead),
@@ -123,7 +124,7 @@ export function fleetView(fleet) {
     picture(fleet),
     h("h2", { class: "group" }, "Questions"),
     h("ul", { class: "asks" }, Object.keys(QUESTIONS).map((key) => {
-      const { question, answer, tone } = answered(fleet, key);
+      const { question, answer, tone } = answered(fleet, key, actions.warmth);
       return h("li", {}, h("a", { class: `ask ${tone === "good" ? "" : tone}`, href: `#/ask/${key}` }, h("span", { class: "q" }, question), h("span", { class: "a" }, answer)));
     })),
     h("div", { class: "two wide" }, panel("Last requests", requestTable(fleet, fleet.recent.slice(0, 6))), panel("Last events", timeline(happenings(fleet).slice(0, 6), fleet.nodes.length > 1, fleet.nameOf))),
@@ -151,7 +152,7 @@ const reasonList = (reasons) => reasons.length ? h("ul", { class: "reasons" }, r
 const crumb = (href, text) => h("p", { class: "crumb" }, h("a", { href }, text));
 
 export function askView(fleet, key, actions) {
-  const told = answered(fleet, key);
+  const told = answered(fleet, key, actions?.warmth);
   const evidence = {
     slow: () => panel("Speeds", table(["model", "node", "#speed", "#of the fastest"], told.rows.map((one) => [one.model, nodeLink(one.node), one.rate ? speed(one.rate) : "not measured", one.share ? percent(one.share) : ""]), "No node serves a model.")),
     wait: () => [panel("Waiting now", waitTable(fleet, told.waiting)), panel("The last waits", requestTable(fleet, fleet.recent.slice(0, 8)))],
@@ -159,7 +160,7 @@ export function askView(fleet, key, actions) {
     evicted: () => panel("Evictions", table(["model", "node", "when", "why"], evictions(fleet).map((one) => [one.model, nodeLink(one.node), one.age_s ? `over ${seconds(one.age_s)} ago` : "just now", one.why]), "No model was evicted since its node started.")),
     link: () => panel("Links of this node", table(["node", "link", "#round trip", "address", "state"], told.peers.map((node) => [nodeLink(node), node.link.said, node.link.rtt ? `${node.link.rtt.toFixed(1)} ms` : "", h("span", { class: "mono" }, node.link.address), node.link.tone ? badge(node.link.tone, node.link.reasons[0][1]) : badge("good", "well")]), "This node has no peers.")),
     memory: () => memoryPanels(fleet),
-    speculation: () => panel("Last answers", table(["ended", "model", "node", "#tokens", "#steps", "#tokens a step", "#accepted"], fleet.recent.filter((one) => one.forwards).slice(0, 12).map((one) => [requestLink(one), one.model, fleet.nameOf(one.node), one.completion_tokens, one.forwards, (one.completion_tokens / one.forwards).toFixed(2), one.drafted ? percent(one.accepted / one.drafted) : "no drafts"]), "No answer yet.")),
+    speculation: () => panel("Last answers", table(["ended", "model", "node", "#tokens", "#steps", "#tokens a step", "#accepted"], fleet.recent.filter((one) => one.forwards).slice(0, 12).map((one) => [requestLink(one), one.model, fleet.nameOf(one.node), one.completion_tokens, one.forwards, (1 + one.accepted / one.forwards).toFixed(2), one.drafted ? percent(one.accepted / one.drafted) : "no drafts"]), "No answer yet.")),
     news: () => panel("Events", timeline(told.events, fleet.nodes.length > 1, fleet.nameOf)),
   };
   return [
@@ -291,4 +292,55 @@ export function settingsView(config) {
   };
   if (config) walk(config, "");
   return [h("h1", { class: "lead" }, "Settings of this node"), h("p", { class: "soft" }, "Read only: they come from flags, variables and the file of --config; see kakeya-node --help."), h("section", { class: "panel", style: { "margin-top": "18px" } }, config ? table(["setting", "value"], rows, "All is as shipped.") : empty("Reading…"))];
+}
+
+export function modelsView(fleet, actions) {
+  const { files, names, doing } = actions;
+  const own = fleet.own, inMemory = new Set((own.memory?.residents ?? []).map((one) => one.model));
+  const act = (text, path, model, more = {}, tone = "") => h("button", { type: "button", class: `small ${tone}`, disabled: doing.has(model), "data-key": `${path} ${model}`, onclick: () => actions.act(path, model, more) }, text);
+  const pull = (event) => {
+    event.preventDefault();
+    const field = event.target.elements.model;
+    actions.act("pull", field.value.trim());
+    field.value = "";
+  };
+  return [
+    h("h1", { class: "lead" }, `Models of ${own.name}`),
+    h("p", { class: "soft" }, "A model is loaded by its first request and leaves memory when others need the room; that is seldom a thing to do by hand."),
+    actions.failed && h("ul", { class: "warnings", role: "alert" }, h("li", {}, actions.failed)),
+    h("div", { style: { "margin-top": "18px" } }, panel("Served", table(["model", "role", "state", "#running", "#waiting", "#context", "do"], own.models.map((one) => [
+      one.model_id, one.role, [stateOf(one), one.load && h("span", { class: "soft small" }, ` ${Object.values(one.load).filter((value) => typeof value === "string").join(", ")}`)], one.running ?? "", one.waiting ?? "", one.context_tokens?.toLocaleString("en") ?? "",
+      one.manifest ? inMemory.has(one.model_id) ? act("Unload", "unload", one.model_id) : act("Load", "load", one.model_id) : "",
+    ]), "It serves no model."))),
+    own.pulls.length > 0 && panel("Downloads", own.pulls.map((one) => h("div", {},
+      h("p", {}, h("b", {}, one.name), ` ${one.phase}, ${bytes(one.done_bytes)}${one.bytes ? ` of ${bytes(one.bytes)}` : ""}, ${bytes(one.bytes_per_second)}/s ${one.sources.length ? `from ${joined(one.sources)}` : ""} ${one.note}`),
+      h("progress", { max: one.bytes || 1, value: one.done_bytes, "aria-label": `Download of ${one.name}` }), act("Stop", "stop", one.name)))),
+    panel("On the disks of the fleet",
+      h("form", { class: "line", style: { "margin-bottom": "10px" }, onsubmit: pull }, h("label", { class: "unseen", for: "pull" }, "Model to pull"), h("input", { id: "pull", name: "model", required: true, placeholder: "Name in the list, or ORG/NAME of the hub" }), h("button", {}, "Pull")),
+      files ? table(["model", "#size", "here", "at peers", "do"], files.data.map((one) => [
+        one.id, bytes(one.bytes), one.path ? [one.is_pulled ? "pulled" : "yes", one.is_kept && "kept", one.loaded_as ? "loaded" : one.configured_as && "configured"].filter(Boolean).join(", ") : "no", joined([...one.peers, ...one.fetching.map((name) => `${name} (comes)`)]),
+        !one.path ? act("Pull", "pull", one.id) : one.is_pulled ? act("Remove", "remove", one.id, {}, "danger") : "",
+      ]), "No model lies on the disks of this node and its peers.") : empty("Reading…")),
+    panel("Adapters", table(["adapter", "base", "on", "#slots", "#uses"], adapterRows(fleet, names), "No adapter is registered. Register one with kakeya adapters add.")),
+  ];
+}
+
+function adapterRows(fleet, names) {
+  const hot = fleet.nodes.flatMap((node) => Object.entries(node.told.adapters?.models ?? {}).flatMap(([base, told]) => told.hot.map((one) => ({ ...one, base, node, slots: told.slots }))));
+  const known = (names?.data ?? []).filter((one) => one.parent);
+  return known.map((one) => {
+    const uses = hot.filter((other) => other.base === one.parent && other.adapter.includes(one.id.split(":").at(-1)));
+    return [one.id, one.parent, uses.length ? joined(uses.map((other) => other.node.name)) : "no slot now", uses.length ? sum(uses.map((other) => other.leases)) : 0, uses.length ? Math.round(sum(uses.map((other) => other.uses))) : 0];
+  });
+}
+
+export function leasesView(fleet) {
+  const rows = fleet.nodes.flatMap((node) => (node.memory?.leases?.leases ?? []).map((one) => ({ ...one, node })));
+  const problems = fleet.nodes.map((node) => node.memory?.leases?.problem).filter(Boolean);
+  return [
+    h("h1", { class: "lead" }, rows.length ? `${count(rows.length, "lease")} of other processes.` : "No other process leases memory."),
+    h("p", { class: "soft" }, "A job beside the models, such as training, leases its memory with kakeya lease run."),
+    warnings(problems),
+    h("div", { style: { "margin-top": "18px" } }, panel("Leases", table(["name", "at", "state", "priority", "#leased", "#used", "#for over", "note"], rows.map((one) => [one.name, nodeLink(one.node), badge(one.is_over ? "warn" : one.state === "held" ? "good" : "", one.state), one.priority, bytes(one.bytes), bytes(one.used_bytes ?? 0), seconds(one.for_s), one.note]), "None now."))),
+  ];
 }
