@@ -165,13 +165,16 @@ def _down(folder: Path, name: str, *, as_json: bool) -> int:
     from kakeya.v1.ring_pb2 import EndGroupRequest
     from kakeya.v1.ring_pb2_grpc import RingServiceStub
 
-    ask_node(
+    answer = ask_node(
         folder,
         RingServiceStub,
         lambda stub: stub.EndGroup(EndGroupRequest(name=name), timeout=_DOWN_S),
         timeout_s=_DOWN_S,
     )
-    print(json.dumps({"ended": name}) if as_json else f"ended {name}")
+    if as_json:
+        print(json.dumps({"ended": name, "note": answer.note}))
+    else:
+        print(f"ended {name}" + (f": {answer.note}" if answer.note else ""))
     return 0
 
 

@@ -227,6 +227,7 @@ class Agent:
             pulled=self._config.weights.models_folder(self._folder),
             clock=self._clock,
             on_change=self._changed.set,
+            spread=self._spread,
         )
         self._group_seat = lambda: self._rings.seat
         await self._rings.restore()
@@ -463,10 +464,17 @@ class Agent:
             )
             works = self._memory.is_working or bool(self._weights.fetching)
             self._awake.follow(offers=self._memory.offers_models, works=works)
-            offer = replace(self._offer(), caches=self._services.peers.caches)
-            if self._services.draining.is_under_way:
-                offer = replace(offer, models=())
-            self._plane.gossip.announce(offer)
+            self._announce()
+
+    def _announce(self) -> None:
+        offer = replace(self._offer(), caches=self._services.peers.caches)
+        if self._services.draining.is_under_way:
+            offer = replace(offer, models=(), on_disk=())
+        self._plane.gossip.announce(offer)
+
+    async def _spread(self) -> None:
+        self._announce()
+        await self._plane.tell_all()
 
     def _suspect_failed_drafters(self, usage: Usage) -> None:
         """Ask a peer that just failed for no draft until gossip finds that it answers."""

@@ -185,6 +185,11 @@ class NodeFleet:
             why_not_dial=self.why_not_dial,
         )
 
+    async def tell_all(self) -> None:
+        """Exchange cards with every peer that can be reached, once."""
+        ways = (self.routes.address_for(card) for card in self.live_peers())
+        await self.gossip.round([one for one in ways if one and not self.why_not_dial(one)])
+
     def poke(self) -> None:
         """Ask for a gossip round soon."""
         self.gossip.poke()

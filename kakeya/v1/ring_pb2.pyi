@@ -29,12 +29,15 @@ class RingGroupSpec(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     SPLIT_FIELD_NUMBER: _builtins.int
     SEATS_FIELD_NUMBER: _builtins.int
+    WISH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What clients call the model."""
     source: _builtins.str
     """What `kakeya-node --model` takes; each member finds its own copy."""
     split: _builtins.str
     """"tensor", "pipeline"."""
+    wish: _builtins.str
+    """Drawn by the leader when the group is brought up: a later group of the name has another one."""
     @_builtins.property
     def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___RingSeat]:
         """From rank 0 on; a pipeline's own choice where none is given."""
@@ -46,10 +49,11 @@ class RingGroupSpec(_message.Message):
         source: _builtins.str = ...,
         split: _builtins.str = ...,
         seats: _abc.Iterable[Global___RingSeat] | None = ...,
+        wish: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "seats", b"seats", "source", b"source", "split", b"split"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "seats", b"seats", "source", b"source", "split", b"split", "wish", b"wish"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -116,6 +120,9 @@ class RankReport(_message.Message):
 
     LENT_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    IS_ENDED_FIELD_NUMBER: _builtins.int
+    is_ended: _builtins.bool
+    """This very wish was ended here while the leader was away; no rank is lent."""
     @_builtins.property
     def lent(self) -> Global___RankLent: ...
     @_builtins.property
@@ -125,12 +132,13 @@ class RankReport(_message.Message):
         *,
         lent: Global___RankLent | None = ...,
         progress: Global___RankProgress | None = ...,
+        is_ended: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lent", b"lent", "progress", b"progress", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["is_ended", b"is_ended", "lent", b"lent", "progress", b"progress", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lent", b"lent", "progress", b"progress", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_ended", b"is_ended", "lent", b"lent", "progress", b"progress", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["lent", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["lent", "progress", "is_ended"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -363,12 +371,17 @@ Global___EndGroupRequest: _TypeAlias = EndGroupRequest  # noqa: Y015
 class EndGroupResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NOTE_FIELD_NUMBER: _builtins.int
+    note: _builtins.str
+    """What is still to happen; "" = the group is ended."""
     def __init__(
         self,
+        *,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["note", b"note"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -143,7 +143,7 @@ async def test_a_group_serves_the_whole_fleet_and_comes_back_in_the_middle_of_an
     status, said = await fleet.up()
     assert status == 0, said
     assert "answers verified" in said
-    await eventually("the front hears of it", fleet.is_offered)
+    assert await asyncio.to_thread(fleet.is_offered), "all have heard of it"
     assert await fleet.text(GROUP) == await fleet.text(VERIFIER)
     status, said = await fleet.up()
     assert (status, "is wished for already" in said) == (1, True), said
@@ -199,6 +199,14 @@ async def test_a_stopped_rank_a_lost_member_and_a_lost_leader_end_the_group_for_
             await fleet.is_up_again()
             await eventually("the front hears of it", fleet.is_offered)
             assert await fleet.text(GROUP) == await fleet.text(VERIFIER)
+            left.send(signal.SIGKILL)
+            await left.wait()
+            status, said = await fleet.ring("down", GROUP)
+            assert (status, "left, which leads it, does not answer" in said) == (0, True), said
+        async with left:
+            await eventually("its wish is gone", lambda: fleet.led()["state"] == "none")
+            assert fleet.lent("left") == fleet.lent("right") == []
+            status, said = await fleet.up()
+            assert status == 0, said
             status, said = await fleet.ring("down", GROUP)
             assert status == 0, said
-            assert fleet.lent("left") == fleet.lent("right") == []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from kakeya.backends.ring.host import RankOrder
+from kakeya.backends.ring.members import GroupEnded
 from kakeya.backends.ring.spec import RingSpec
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound, PeerProtocol, PeerUnavailable
@@ -108,6 +109,10 @@ class RingPeer:
                 while (first := await hear(call, pb.RankReport, self.label)) is not None:
                     if first.HasField("lent"):
                         break
+                    if first.is_ended:
+                        raise GroupEnded(
+                            f"{order.spec.name} was ended on {self.label} while this node was away"
+                        )
             if first is None:
                 raise PeerProtocol(f"{self.label} lends no rank and does not say why")
             rank = LentRank(self, order, first.lent)
@@ -146,11 +151,12 @@ class RingPeer:
         finally:
             call.cancel()
 
-    async def end_group(self, name: str) -> None:
-        """End a group that the peer leads."""
+    async def end_group(self, name: str) -> str:
+        """End a group that the peer leads, or one of a leader that is away in which it had a rank;
+        what is still to happen, "" = nothing."""
         message = pb.EndGroupRequest(name=name, is_for_leader=True)
         with calling(self.label):
-            await self._stub.EndGroup(message, timeout=_DOWN_S)
+            return str((await self._stub.EndGroup(message, timeout=_DOWN_S)).note)
 
     async def groups(self) -> Sequence[Json]:
         """The groups that it leads and its ranks of others."""

@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from kakeya.backends.ring import weights
 from kakeya.backends.ring.calls import RingPeers
 from kakeya.backends.ring.formation import Formation
 from kakeya.backends.ring.host import RankHost, lends_not
+from kakeya.backends.ring.members import GroupEnded, Memberships
 from kakeya.backends.ring.spec import RingSpec
 from kakeya.backends.ring.state import GroupPhase, GroupState
 from kakeya.backends.sizes import LeaseSize
@@ -34,6 +36,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     ConfigError,
     Conflict,
+    DeadlineExceeded,
     KakeyaError,
     LoadFailed,
     MemoryRefused,
@@ -121,7 +124,13 @@ class RingGroups:
         folder: Path,
         sockets: Path | None,
         clock: Clock,
+        spread: Callable[[], Awaitable[None]],
+        draw: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
+        """`spread` has all live peers hear of this node's card; `draw` makes the ids of wishes."""
+        self._spread = spread
+        self._draw = draw
+        self.members = Memberships(folder)
         self._home = home
         self._peers = peers
         self.host = host
@@ -135,6 +144,7 @@ class RingGroups:
 
     async def restore(self) -> None:
         """Read the wishes of earlier runs; a file that is none is set aside."""
+        await self.members.restore()
         try:
             data = await asyncio.to_thread(self._file.read_bytes)
         except OSError:
@@ -185,7 +195,8 @@ class RingGroups:
     async def raise_group(
         self, spec: RingSpec, *, is_for_leader: bool
     ) -> AsyncGenerator[Json, None]:
-        """Bring a group up; its state, each second until it is up. Closing it ends the try.
+        """Bring a group up; its state, each second until it is up and all peers that can be reached
+        have heard of it. Closing it ends the try.
 
         Raises NotFound for a node, Conflict for a name that is taken, and why it cannot be up.
         """
@@ -198,7 +209,7 @@ class RingGroups:
             async for told in self._peers.get(leader).raise_group(spec):
                 yield told
             return
-        group = self._add(spec)
+        group = self._add(replace(spec, wish=""))
         trying = asyncio.create_task(self._form(group), name=f"ring group {spec.name}")
         group.trying = trying
         try:
@@ -212,27 +223,55 @@ class RingGroups:
             await trying
             self._keep(group)
             await self._save()
+            await self._spread()
         except BaseException:
             await self._drop(group)
             raise
 
-    async def end_group(self, name: str, *, is_for_leader: bool) -> None:
-        """End a group, here or at the node that leads it. Raises NotFound, PeerUnavailable."""
+    async def end_group(self, name: str, *, is_for_leader: bool) -> str:
+        """End a group, here or at the node that leads it; what is still to happen, "" = nothing.
+
+        The wish of a leader that is away is ended by a node that had a rank in the group. Raises
+        NotFound, and the errors of the leader.
+        """
         group = self._groups.get(name)
         if group is not None:
             await self._drop(group)
-            return
+            return ""
         others = () if is_for_leader else await self._peers.groups()
         leaders = {str(one["name"]): str(one["leader"]) for one in others}
-        hosted = {rank.order.spec.name: rank.order.leader for rank in self.host.ranks}
-        leader = (leaders | hosted).get(name, "")
-        if not leader:
-            names = ", ".join((*self._groups, *leaders)) or "none"
-            raise NotFound(
-                f"no ring group is called {name[:80]!r} at this node or another one that answers; "
-                f"there are {names}"
-            )
-        await self._peers.get(leader).end_group(name)
+        if name in leaders:
+            return await self._peers.get(leaders[name]).end_group(name)
+        if leader := self.members.leader(name):
+            with contextlib.suppress(NotFound):
+                return await self._end_of(leader, name, may_ask=not is_for_leader)
+        if not is_for_leader:
+            for peer in self._peers.all():
+                with contextlib.suppress(KakeyaError):
+                    return await peer.end_group(name)
+        names = ", ".join((*self._groups, *leaders)) or "none"
+        raise NotFound(
+            f"no ring group is called {name[:80]!r} at this node or another one that answers; "
+            f"there are {names}"
+        )
+
+    async def _end_of(self, leader: str, name: str, *, may_ask: bool) -> str:
+        """End a group in which this node had a rank. Raises NotFound where its leader is there and
+        has none such, or is not to be asked."""
+        label = self._peers.label_of(leader)
+        try:
+            peer = self._peers.get(leader)
+            if not may_ask and self._peers.are_live([leader]):
+                raise NotFound(f"{label} leads it, and is there to be asked")
+            if may_ask:
+                return await peer.end_group(name)
+        except (PeerUnavailable, DeadlineExceeded) as away:
+            event(_log, "the leader of an ended group is away", group=name, why=away.message)
+        await self.members.end(name)
+        return (
+            f"{label}, which leads it, does not answer; it ends the group once it is back and asks "
+            "for its ranks"
+        )
 
     async def groups(self, *, is_for_fleet: bool) -> Sequence[Json]:
         """The groups that this node leads, or that all live nodes lead."""
@@ -266,6 +305,7 @@ class RingGroups:
                 f"a ring group {spec.name} is wished for already; end it with `kakeya ring down "
                 f"{spec.name}`, or give the new one another --name"
             )
+        spec = spec if spec.wish else replace(spec, wish=self._draw())
         formation = Formation(spec, self._peers, self.host.own.folder, self._sockets)
         group = self._groups[spec.name] = LedGroup(spec, formation)
         group.state = GroupState(since_mono=self._clock.mono())
@@ -292,6 +332,11 @@ class RingGroups:
     async def _try(self, group: LedGroup) -> None:
         try:
             await self._form(group)
+        except GroupEnded:
+            # Not awaited: the end waits for this very task.
+            group.ending = group.ending or asyncio.create_task(
+                self._end(group), name=f"end {group.spec.name}"
+            )
         except KakeyaError:
             pass  # its state has the reason
         except Exception as fault:  # noqa: BLE001 - no fault may leave a wish without a keeper
@@ -439,11 +484,12 @@ def node_rings(
     pulled: Path,
     clock: Clock,
     on_change: Callable[[], None],
+    spread: Callable[[], Awaitable[None]],
 ) -> RingGroups:
     """The groups of a node with this data directory and folder of pulled models; `on_change` is
-    called when the ranks here have changed."""
+    called when the ranks here have changed, `spread` is as of `RingGroups`."""
     peers = RingPeers(plane, clock)
     sockets = sockets_folder(folder)
     own = weights.OwnWeights(lambda: peers.own_label, home.sources, pulled)
     host = RankHost(home.arbiter, own, command, sockets, clock=clock, on_change=on_change)
-    return RingGroups(home, peers, host, folder=folder, sockets=sockets, clock=clock)
+    return RingGroups(home, peers, host, folder=folder, sockets=sockets, clock=clock, spread=spread)

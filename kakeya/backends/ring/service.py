@@ -62,7 +62,12 @@ class RingService(RingServiceServicer):
     async def _reports(self, order: RankOrder, seen: str) -> AsyncGenerator[pb.RankReport, None]:
         """What is told of a rank, which is lent as long as this runs, to a leader that is `seen`
         at an address."""
+        members, spec = self._groups.members, order.spec
+        if members.is_ended(spec.wish):
+            yield pb.RankReport(is_ended=True)
+            return
         async with self._host.lent(order) as rank:
+            await members.note(spec.name, order.leader, spec.wish)
             lent = pb.RankLent(
                 port=rank.port,
                 leader_host=seen,
@@ -111,8 +116,8 @@ class RingService(RingServiceServicer):
     async def EndGroup(self, request: pb.EndGroupRequest, context: Context) -> pb.EndGroupResponse:
         """End a group."""
         async with errors_end(context):
-            await self._groups.end_group(request.name, is_for_leader=request.is_for_leader)
-            return pb.EndGroupResponse()
+            note = await self._groups.end_group(request.name, is_for_leader=request.is_for_leader)
+            return pb.EndGroupResponse(note=note)
         raise AssertionError("abort returned")
 
     async def ListGroups(

@@ -28,12 +28,14 @@ class RingSeat:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSpec:
     """A group: `name` is the id of its model, `source` its weights as `kakeya-node --model` takes
-    them, which each member finds for itself; the seats go from rank 0 on."""
+    them, which each member finds for itself; the seats go from rank 0 on. `wish` is the id that
+    its leader gave it, "" = none yet."""
 
     name: str
     source: str
     split: str
     seats: tuple[RingSeat, ...]
+    wish: str = ""
 
     def check(self) -> None:
         """Raise InvalidArgument for what is no group."""
@@ -94,6 +96,7 @@ class RingSpec:
                 seats=tuple(
                     RingSeat(**seat) for seat in cast("list[dict[str, Any]]", said["seats"])
                 ),
+                wish=str(said.get("wish", "")),
             )
             spec.check()
         except (KeyError, TypeError, ValueError, InvalidArgument) as fault:
@@ -110,6 +113,7 @@ class RingSpec:
                 pb.RingSeat(node=seat.node, lend_bytes=seat.lend_bytes, layers=seat.layers)
                 for seat in self.seats
             ],
+            wish=self.wish,
         )
 
     @classmethod
@@ -123,6 +127,7 @@ class RingSpec:
                 RingSeat(node=seat.node, lend_bytes=seat.lend_bytes, layers=seat.layers)
                 for seat in message.seats
             ),
+            wish=message.wish,
         )
         spec.check()
         return spec

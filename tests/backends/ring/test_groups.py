@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from kakeya.backends.ring.groups import FILE, RingGroups
+from kakeya.backends.ring.members import FILE as MEMBERS_FILE
+from kakeya.backends.ring.members import MOST, GroupEnded, Memberships
 from kakeya.backends.ring.spec import RingSeat, RingSpec
 from kakeya.backends.ring.state import PAUSES_S
 from kakeya.core.clock import SystemClock
-from kakeya.core.errors import Conflict, InvariantBroken, KakeyaError, PeerUnavailable
+from kakeya.core.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvariantBroken,
+    KakeyaError,
+    NotFound,
+    PeerUnavailable,
+)
 from kakeya.core.tasks import Supervisor
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import EMBEDDED_FOLDER
@@ -40,6 +49,7 @@ class Model:
         self.restarts, self.last_error, self.state = 0, "", ModelState.LOADING
         self.room = asyncio.Event()
         self.fault = ""
+        self.refusal: KakeyaError | None = None
         self.tries = 0
 
     @asynccontextmanager
@@ -48,6 +58,8 @@ class Model:
         await self.room.wait()
         if self.fault:
             raise PeerUnavailable(self.fault)
+        if self.refusal:
+            raise self.refusal
         self.state = ModelState.READY
         yield
 
@@ -80,6 +92,11 @@ class Peers:
 
     own_id = own_label = "left"
     away: Sequence[str] = ()
+    known: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def others(self) -> Sequence[Any]:
+        return [one for name, one in self.known.items() if name not in self.away]
 
     def label_of(self, node: str) -> str:
         return node
@@ -89,6 +106,14 @@ class Peers:
 
     async def groups(self) -> Sequence[object]:
         return ()
+
+    def all(self) -> Sequence[object]:
+        return tuple(self.others)
+
+    def get(self, node: str) -> Any:
+        if node in self.away or node not in self.known:
+            raise PeerUnavailable(f"node {node} is away")
+        return self.known[node]
 
 
 class Leader:
@@ -105,7 +130,12 @@ class Leader:
             folder=folder,
             sockets=None,
             clock=SystemClock(),
+            spread=self.spread,
         )
+        self.spreads: list[str] = []
+
+    async def spread(self) -> None:
+        self.spreads.append(str(self.status()["state"]))
 
     async def up(self) -> None:
         async for _ in self.groups.raise_group(SPEC, is_for_leader=True):
@@ -273,3 +303,90 @@ async def test_the_reason_is_that_of_the_last_try_and_not_of_one_before(tmp_path
     with pytest.raises(KakeyaError, match="is not up: its engine ended"):
         await leader.groups._form(group)
     assert "its engine ended" in leader.status()["reason"]
+
+
+async def test_all_peers_hear_of_a_group_before_it_counts_as_up(tmp_path: Path) -> None:
+    leader = Leader(tmp_path)
+    leader.home.may_leave.set()
+    leader.home.model.room.set()
+    await leader.up()
+    assert leader.spreads == ["up"]
+
+
+async def test_a_wish_that_a_member_ended_is_gone_when_its_leader_is_back(tmp_path: Path) -> None:
+    first = Leader(tmp_path)
+    first.home.model.room.set()
+    await first.up()
+    again = Leader(tmp_path)
+    await again.groups.restore()
+    again.home.may_leave.set()
+    again.home.model.room.set()
+    again.home.model.refusal = GroupEnded("it was ended on right while this node was away")
+    async with Supervisor(SystemClock()) as tasks:
+        again.groups.start(tasks)
+        await until(lambda: not again.groups.status(), "its wish is gone")
+        third = Leader(tmp_path)
+        await third.groups.restore()
+        assert third.groups.status() == []
+        again.home.model.refusal, again.home.model.fault = None, ""
+        await again.up()
+        await again.groups.aclose()
+
+
+class Answering:
+    """A node that is asked to end a group."""
+
+    def __init__(self, answer: str | KakeyaError) -> None:
+        self.answer = answer
+
+    async def end_group(self, name: str) -> str:
+        if isinstance(self.answer, KakeyaError):
+            raise self.answer
+        return self.answer
+
+
+async def test_a_member_ends_the_wish_of_a_leader_that_is_away(tmp_path: Path) -> None:
+    member = Leader(tmp_path).groups
+    peers: Any = member._peers
+    await member.members.note("big", "mini-1", "wish-1")
+    peers.known = {"mini-1": Answering("ended there")}
+    assert await member.end_group("big", is_for_leader=False) == "ended there"
+    with pytest.raises(NotFound):
+        await member.end_group("big", is_for_leader=True)  # its leader is there to be asked
+    for gone in (PeerUnavailable("no answer"), DeadlineExceeded("no answer")):
+        await member.members.note("big", "mini-1", "wish-1")
+        peers.known = {"mini-1": Answering(gone)}
+        said = await member.end_group("big", is_for_leader=False)
+        assert said.startswith("mini-1, which leads it, does not answer; it ends the group once")
+    assert member.members.is_ended("wish-1")
+    await member.members.note("big", "mini-1", "wish-2")
+    peers.away = ("mini-1",)
+    assert "mini-1" in await member.end_group("big", is_for_leader=True)
+    assert member.members.is_ended("wish-2")
+    with pytest.raises(NotFound):
+        await member.end_group("big", is_for_leader=True)
+
+
+async def test_a_node_that_has_no_rank_asks_those_that_may_have(tmp_path: Path) -> None:
+    asked = Leader(tmp_path).groups
+    peers: Any = asked._peers
+    peers.known = {"a": Answering(NotFound("none")), "b": Answering("mini-1 is away")}
+    assert await asked.end_group("big", is_for_leader=False) == "mini-1 is away"
+    peers.known = {"a": Answering(NotFound("none"))}
+    with pytest.raises(NotFound, match="no ring group is called 'big'"):
+        await asked.end_group("big", is_for_leader=False)
+
+
+async def test_memberships_outlive_a_run_and_stay_few(tmp_path: Path) -> None:
+    members = Memberships(tmp_path)
+    for number in range(MOST + 5):
+        await members.note(f"g{number}", "mini", f"w{number}")
+    await members.end(f"g{MOST}")
+    again = Memberships(tmp_path)
+    await again.restore()
+    assert again.is_ended(f"w{MOST}")
+    assert (again.leader("g0"), again.leader("g9"), again.leader(f"g{MOST}")) == ("", "mini", "")
+    (tmp_path / MEMBERS_FILE).write_text('{"hosted": 3}')
+    damaged = Memberships(tmp_path)
+    await damaged.restore()
+    assert not damaged.is_ended(f"w{MOST}")

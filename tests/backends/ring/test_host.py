@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from kakeya.backends.ring.canary_node import GroupChecks
 from kakeya.backends.ring.host import RankHost, RankOrder
+from kakeya.backends.ring.members import Memberships
 from kakeya.backends.ring.service import RingService
 from kakeya.backends.ring.spec import RingSeat, RingSpec
 from kakeya.core.errors import Conflict
@@ -131,7 +133,7 @@ class Call:
 
 
 async def test_a_leader_hears_of_a_rank_while_models_make_room_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(beats, "BEAT_S", 0.001)
     call, room = Call(), asyncio.Event()
@@ -145,7 +147,8 @@ async def test_a_leader_hears_of_a_rank_while_models_make_room_for_it(
         for nothing in list[Any]():
             yield nothing
 
-    groups: Any = SimpleNamespace(host=SimpleNamespace(lent=lent, measure=lambda: None))
+    host, members = SimpleNamespace(lent=lent, measure=lambda: None), Memberships(tmp_path)
+    groups: Any = SimpleNamespace(host=host, members=members)
     context: Any = call
     request = pb.HostRankRequest(group=SPEC.to_wire(), rank=1, leader="left")
     serving = asyncio.create_task(RingService(groups, lambda: False).HostRank(request, context))
@@ -166,3 +169,14 @@ async def test_a_node_that_is_drained_lends_no_new_rank() -> None:
     request = pb.HostRankRequest(group=SPEC.to_wire(), rank=1, leader="left")
     with pytest.raises(ValueError, match="takes no ranks: it is being drained"):
         await RingService(groups, lambda: True).HostRank(request, context)
+
+
+async def test_a_wish_that_was_ended_here_gets_no_rank(tmp_path: Path) -> None:
+    members, call = Memberships(tmp_path), Call()
+    await members.note(SPEC.name, "left", "wish")
+    await members.end(SPEC.name)
+    groups: Any = SimpleNamespace(host=None, members=members)
+    context: Any = call
+    request = pb.HostRankRequest(group=replace(SPEC, wish="wish").to_wire(), rank=1, leader="left")
+    await RingService(groups, lambda: False).HostRank(request, context)
+    assert [report.is_ended for report in call.written] == [True]
