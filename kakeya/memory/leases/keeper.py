@@ -180,7 +180,8 @@ class LeaseKeeper:
         budget = self._arbiter.status().budget_bytes
         granter = book.granter
         beat_s = sight.now_mono - granter.beat_mono if granter is not None else rules.BEAT_S
-        is_due = beat_s >= rules.BEAT_S or book.budget_bytes != budget
+        is_late = beat_s >= rules.BEAT_S and (granter is None or bool(book.leases))
+        is_due = is_late or book.budget_bytes != budget
         if is_due or not self._is_mine(book):
             book = rules.become_granter(book, self._node_id, self._census.own, budget, sight)
         if self._is_mine(book):

@@ -93,7 +93,11 @@ def ask(
         asked_mono=sight.now_mono,
         beat_mono=sight.now_mono,
     )
-    return replace(book.put(lease), next_number=book.next_number + 1), lease
+    granter = book.granter
+    if granter is not None and not book.leases:  # from here on its beats count
+        granter = replace(granter, beat_mono=sight.now_mono)
+    number = book.next_number + 1
+    return replace(book.put(lease), next_number=number, granter=granter), lease
 
 
 def beat(
@@ -189,8 +193,8 @@ def has_granter(book: Book, sight: MachineSight) -> bool:
     granter = book.granter
     if granter is None or granter.boot != sight.boot:
         return False
-    if sight.granter_lives is None:
-        return sight.now_mono - granter.beat_mono <= EXPIRE_S
+    if sight.granter_lives is None:  # it writes no beat while there is no lease
+        return not book.leases or sight.now_mono - granter.beat_mono <= EXPIRE_S
     return sight.granter_lives
 
 

@@ -27,6 +27,7 @@ from kakeya.memory.leases.keeper import LeaseKeeper
 from kakeya.memory.leases.lease import Book, LeaseState, ProcessLease
 from kakeya.memory.leases.processes import Census
 from kakeya.memory.leases.rules import MachineSight
+from kakeya.memory.leases.sqlite import SqliteLeaseStore
 from kakeya.memory.leases.store import LeaseStore
 from kakeya.memory.machine.pressure import Reading
 from tests.fakes import SettableClock
@@ -432,6 +433,26 @@ async def test_a_wall_clock_that_is_set_ends_no_lease(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         assert lease.lease_id in (await store.read()).leases
         assert arbiter.status().committed_bytes == 700 * MIB
+
+
+async def test_a_node_without_a_lease_writes_nothing_as_time_passes(tmp_path: Path) -> None:
+    class Counted(SqliteLeaseStore):
+        reads = 0
+
+        async def read(self) -> Book:
+            self.reads += 1
+            return await super().read()
+
+    clock, store = SettableClock(), Counted(tmp_path / "leases.db")
+    arbiter = MemoryArbiter(budget=BUDGET, clock=clock, grace_s=0.0)
+    keeper = LeaseKeeper(store, arbiter, clock=clock, node_id="n", poll_s=0.01)
+    async with arbiter, keeper:
+        assert keeper.is_granter
+        log = tmp_path / "leases.db-wal"
+        before, seen = log.read_bytes(), store.reads
+        clock.advance(3600)
+        await eventually("it looks on", lambda: store.reads > seen + 3)
+        assert log.read_bytes() == before
 
 
 async def test_status_says_who_holds_and_who_waits(make: MakeStore) -> None:

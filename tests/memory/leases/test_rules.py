@@ -213,6 +213,15 @@ def test_while_a_node_grants_nobody_else_does_and_a_node_that_hangs_still_does()
     assert states(after) == {"a": "granted"}
 
 
+def test_a_granter_that_cannot_be_seen_owes_beats_from_the_first_lease_on() -> None:
+    seen = MachineSight(boot=BOOT, now_mono=0.0)
+    book = rules.become_granter(Book(), "n", NODE, BUDGET, seen)
+    assert rules.has_granter(book, sight(1e6))
+    book = asked(book, "a", at=1e6)
+    assert rules.has_granter(book, sight(1e6 + EXPIRE_S))
+    assert not rules.has_granter(book, sight(1e6 + EXPIRE_S + 1))
+
+
 def test_of_two_nodes_one_grants_until_it_is_gone() -> None:
     other = Process(2, "0", BOOT)
     seen = MachineSight(boot=BOOT, now_mono=0.0, granter_lives=True)
