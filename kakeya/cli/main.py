@@ -35,6 +35,7 @@ from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
 from kakeya.cli.show.labels import NodeLabels, labels_in, labels_of
 from kakeya.cli.talk import chat, generate
 from kakeya.core.errors import ConfigError, KakeyaError
+from kakeya.core.units import printable
 
 _WATCH_S = 1.0
 DOCTOR = "find faults of this node, its peers and the network between them"
@@ -46,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except ConfigError as wrong:
-        print(f"kakeya: {wrong.message}", file=sys.stderr)
+        _complain(wrong)
         return 2
     except KakeyaError as failed:
-        print(f"kakeya: {failed.message}", file=sys.stderr)
+        _complain(failed)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -57,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the pipe has closed it; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _complain(problem: KakeyaError) -> None:
+    lines = problem.message.splitlines() or [""]
+    print("kakeya: " + "\n  ".join(map(printable, lines)), file=sys.stderr)
 
 
 def _run(options: argparse.Namespace) -> int:

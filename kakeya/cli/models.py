@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.core.errors import KakeyaError, NotFound
-from kakeya.core.units import format_bytes
+from kakeya.core.units import format_bytes, printable
 
 if TYPE_CHECKING:  # gRPC takes longer to import than most commands to answer
     from rich.progress import Progress, TaskID
@@ -96,19 +96,19 @@ def _list(folder: Path, *, as_json: bool) -> int:
         table.add_column(column, justify="right" if column == "size" else "left")
     for one in models:
         table.add_row(
-            escape(_plain(one.name)),
+            escape(printable(one.name)),
             format_bytes(one.bytes),
             one.digest[:_DIGITS] or "not read yet",
             _here(one),
-            escape(_plain(", ".join((*one.peers, *(f"{it} (comes)" for it in one.fetching))))),
+            escape(printable(", ".join((*one.peers, *(f"{it} (comes)" for it in one.fetching))))),
             _age(one.last_used_unix),
         )
     Console().print(table if models else "no models on the disks of this node and its peers")
     for one in models:
         if one.unserved:
-            print(_plain(f"{one.name} is not served: {one.unserved}"), file=sys.stderr)
+            print(printable(f"{one.name} is not served: {one.unserved}"), file=sys.stderr)
     for peer, reason in silent.items():
-        print(_plain(f"{peer} did not answer: {reason}"), file=sys.stderr)
+        print(printable(f"{peer} did not answer: {reason}"), file=sys.stderr)
     return 0
 
 
@@ -127,7 +127,7 @@ def _where(folder: Path, name: str, *, as_json: bool) -> int:
             *one.peers,
             *(f"{peer}, which still fetches it" for peer in one.fetching),
         ):
-            print(f"  {_plain(place)}")
+            print(f"  {printable(place)}")
     return 0
 
 
@@ -146,7 +146,7 @@ def _remove(folder: Path, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"path": answer.path, "freed_bytes": answer.freed_bytes}))
     else:
-        print(f"removed {_plain(answer.path)}, {format_bytes(answer.freed_bytes)}")
+        print(f"removed {printable(answer.path)}, {format_bytes(answer.freed_bytes)}")
     return 0
 
 
@@ -171,7 +171,7 @@ def _pull(folder: Path, options: argparse.Namespace) -> int:
     if not options.json:
         came, seconds = last.bytes - last.resumed_bytes, max(1e-3, time.monotonic() - began)
         rate = f"{format_bytes(came)} in {seconds:.1f} s, {format_bytes(came / seconds)}/s"
-        print(_plain(f"{last.path}: {last.note or rate}"))
+        print(printable(f"{last.path}: {last.note or rate}"))
     return 0
 
 
@@ -221,7 +221,7 @@ def _advance(bar: Progress, task: TaskID, state: PullProgress) -> None:
     rate = f"{format_bytes(state.bytes_per_second)}/s" if state.bytes_per_second else ""
     bar.update(
         task,
-        description=_plain(said),
+        description=printable(said),
         total=state.bytes or None,
         completed=state.done_bytes,
         rate=rate,
@@ -262,8 +262,3 @@ def _told(one: ModelFilesEntry) -> dict[str, object]:
         "peers": list(one.peers),
         "fetching": list(one.fetching),
     }
-
-
-def _plain(text: str) -> str:
-    """Names come from peers: without what moves a terminal's cursor."""
-    return "".join(char if char.isprintable() else "?" for char in text)

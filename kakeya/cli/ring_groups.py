@@ -15,6 +15,7 @@ from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.node_api import KEY_VARIABLE, find_node
 from kakeya.core.errors import InvalidArgument, Refused
 from kakeya.core.figures import Json
+from kakeya.core.units import printable
 
 if TYPE_CHECKING:  # gRPC takes longer to import than `kakeya status` to answer
     from kakeya.backends.ring.spec import RingSpec
@@ -151,12 +152,12 @@ def _up(folder: Path, spec: RingSpec, *, as_json: bool) -> int:
                 told = json.loads(report.group_json)
                 line = _progress(told)
                 if line != said and not as_json:
-                    print(line, file=sys.stderr, flush=True)
+                    print(printable(line), file=sys.stderr, flush=True)
                 said = line
         return told
 
     told = ask_node(folder, RingServiceStub, follow, timeout_s=_UP_S)
-    print(json.dumps(told) if as_json else "\n".join(_lines(told)))
+    print(json.dumps(told) if as_json else "\n".join(map(printable, _lines(told))))
     return 0
 
 
@@ -174,7 +175,7 @@ def _down(folder: Path, name: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"ended": name, "note": answer.note}))
     else:
-        print(f"ended {name}" + (f": {answer.note}" if answer.note else ""))
+        print(printable(f"ended {name}" + (f": {answer.note}" if answer.note else "")))
     return 0
 
 
@@ -193,7 +194,7 @@ def _status(folder: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(groups))
     elif groups:
-        print("\n".join(line for group in groups for line in _lines(group)))
+        print("\n".join(printable(line) for group in groups for line in _lines(group)))
     else:
         print("no ring groups; `kakeya ring up MODEL` brings one up")
     return 0

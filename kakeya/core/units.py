@@ -17,6 +17,11 @@ ENCODER_SCORE_BYTES = 32 * MIB
 """An encoder computes scores of attention in pieces of at most about so many bytes."""
 
 
+def printable(text: str) -> str:
+    """The text without what moves a terminal's cursor: it may have come from a peer."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def format_bytes(count: float) -> str:
     """Write a byte count with one binary unit: `3.4 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

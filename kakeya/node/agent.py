@@ -185,6 +185,7 @@ class Agent:
             configured=lambda: {**self._engines.lasting_sources, **self._memory.images.sources},
             loaded=self._engines.loaded,
             on_change=self._changed.set,
+            heard=self._heard.wait,
             clock=self._clock,
         )
         self._on_disk = lambda: self._weights.on_disk

@@ -63,12 +63,15 @@ class WeightsEntry(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     IS_WHOLE_FIELD_NUMBER: _builtins.int
+    IS_BEGUN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     bytes: _builtins.int
     digest: _builtins.str
     """Of the manifest, hex; "" = not computed yet."""
     is_whole: _builtins.bool
     """Whether all of it is here; else this node fetches it."""
+    is_begun: _builtins.bool
+    """Of one that comes from the hub: whether its download has begun, or is about to."""
     def __init__(
         self,
         *,
@@ -76,10 +79,11 @@ class WeightsEntry(_message.Message):
         bytes: _builtins.int = ...,
         digest: _builtins.str = ...,
         is_whole: _builtins.bool = ...,
+        is_begun: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "is_whole", b"is_whole", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "is_begun", b"is_begun", "is_whole", b"is_whole", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.units import format_bytes
@@ -14,11 +14,11 @@ from kakeya.weights.peers import WeightsOffer, WeightsPeer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenModel:
     """The model that a name stands for. Without a digest `unhashed` are nodes that have to compute
-    it, and `coming` those that fetch it from the hub."""
+    it, and `coming` those that are about to fetch it from the hub, and whether they have begun."""
 
     digest: str = ""
     unhashed: tuple[WeightsPeer, ...] = ()
-    coming: tuple[WeightsPeer, ...] = ()
+    coming: Mapping[WeightsPeer, bool] = field(default_factory=dict)
 
 
 def choose(
@@ -40,7 +40,7 @@ def choose(
         )
     return ChosenModel(
         unhashed=tuple(peer for peer, one in named if one.is_whole),
-        coming=tuple(peer for peer, one in named if not one.is_whole),
+        coming={peer: one.is_begun for peer, one in named if not one.is_whole},
     )
 
 

@@ -49,8 +49,9 @@ class ModelSearch:
         self, *, may_be_ahead: bool = True
     ) -> tuple[WeightsManifest, WeightsPeer] | None:
         """The manifest of the model that is meant, and the peer that told it; None = no peer has
-        it, but the hub may. A peer that downloads it from there is waited for, unless this node
-        begins at the same moment and goes first: not `may_be_ahead`, and its id is lower.
+        it, but the hub may. A peer that downloads it from there is waited for, unless this node is
+        about to, too, and goes first: not `may_be_ahead`, the peer has not begun, and the own id
+        is lower.
 
         Raises NotFound, and InvalidArgument for unlike models of the name.
         """
@@ -62,7 +63,11 @@ class ModelSearch:
             if found is not None:
                 return found
             own_id = self._peers.own_id
-            ahead = [one for one in chosen.coming if may_be_ahead or one.node_id < own_id]
+            ahead = [
+                peer
+                for peer, is_begun in chosen.coming.items()
+                if may_be_ahead or is_begun or peer.node_id < own_id
+            ]
             if ahead:
                 at = ", ".join(peer.label for peer in ahead)
                 self._tell(f"{at} downloads it from the hub")

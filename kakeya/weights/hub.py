@@ -65,6 +65,7 @@ class HubDownload:
                 if isinstance(files := line.get("files"), dict):
                     self._sha256s = {name: sha256 for name, (_, sha256) in files.items()}
                     await sized(sum(size for size, _ in files.values()))
+                    _let_go_on(child)
                 said = {key: str(line[key]) for key in ("error", "message") if key in line}
             status = await child.wait()
         finally:
@@ -101,6 +102,12 @@ class HubDownload:
         while True:
             await asyncio.sleep(_TELL_S)
             told(await asyncio.to_thread(disk_bytes, self.folder))
+
+
+def _let_go_on(child: asyncio.subprocess.Process) -> None:
+    """There is room for what the child told: it may fetch it."""
+    if child.stdin is not None:
+        child.stdin.write(b"\n")
 
 
 async def _lines(child: asyncio.subprocess.Process) -> AsyncIterator[dict[str, object]]:

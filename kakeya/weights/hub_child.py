@@ -3,8 +3,9 @@
     python -m kakeya.weights.hub_child ORG/NAME FOLDER
 
 It writes one JSON object a line: {"files": {NAME: [BYTES, SHA256]}}, with "" for a digest that the
-hub does not tell, and, where it fails, {"error": KIND, "message": TEXT}. It ends with its parent,
-and a download that was cut off goes on where it was.
+hub does not tell, and, where it fails, {"error": KIND, "message": TEXT}. Behind the files it waits
+for a byte from its parent, which makes room. It ends with its parent, and a download that was cut
+off goes on where it was.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def wanted_files(names: Collection[str]) -> list[str]:
 def main() -> int:
     """Download; return the exit status."""
     repository, folder = sys.argv[1:]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    has_room = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(has_room,), daemon=True).start()
     # Its bars would fill the log of the node.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -69,6 +71,7 @@ def main() -> int:
                 for name in wanted
             }
         )
+        has_room.wait()
         for name in wanted:
             huggingface_hub.hf_hub_download(
                 repository, name, revision=info.sha, local_dir=Path(folder)
@@ -96,9 +99,9 @@ def _say(**told: object) -> None:
     sys.stdout.flush()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(has_room: threading.Event) -> None:
     while os.read(0, 1):  # not by sys.stdin, the lock of which ends the interpreter badly
-        pass
+        has_room.set()
     os._exit(1)
 
 

@@ -58,16 +58,7 @@ class PartialModel:
 
     def check_room(self) -> None:
         """Raise DiskRefused where the disk has no room for what is missing."""
-        there = sum(
-            (self.folder / file.name).stat().st_blocks * 512 for file in self.manifest.files
-        )
-        needed = max(0, self.manifest.bytes - there) + SPARE_BYTES
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise DiskRefused(
-                f"the disk of {self._models} has {format_bytes(free)} free, and this model needs "
-                f"{format_bytes(needed)} more; make room, for example with `kakeya models rm`"
-            )
+        check_free(self._models, self.folder, self.manifest.bytes)
 
     def present(self, told: Callable[[int], None], is_given_up: Callable[[], bool]) -> set[int]:
         """The pieces that are there and right; `told` hears of each piece's bytes."""
@@ -162,6 +153,18 @@ class PartialModel:
         with contextlib.suppress(OSError):
             (self._models / PULLS).rmdir()  # others may be in the making
         return target
+
+
+def check_free(models: Path, folder: Path, size: int) -> None:
+    """Raise DiskRefused where the disk has no room for what is missing in a folder of a model of so
+    many bytes. Blocks."""
+    needed = max(0, size - disk_bytes(folder)) + SPARE_BYTES
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise DiskRefused(
+            f"the disk of {models} has {format_bytes(free)} free, and this model needs "
+            f"{format_bytes(needed)} more; make room, for example with `kakeya models rm`"
+        )
 
 
 def check_target(models: Path, name: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,8 @@ from kakeya.wire.channels import Channels
 if TYPE_CHECKING:
     from kakeya.v1.weights_pb2_grpc import WeightsServiceAsyncStub
 
+_HEARD_S = 6.0
+"""A silent peer ends a round of gossip after 5 s."""
 _LIST_S = 5.0
 _MANIFEST_S = 1800.0
 """A peer may have to read all of a large model first; one that is gone is noticed by pings."""
@@ -70,6 +73,8 @@ class WeightsOffer:
     bytes: int
     digest: str
     is_whole: bool
+    is_begun: bool = False
+    """Of one that is fetched from the hub: whether the download has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +89,30 @@ class WeightsPeer:
 class WeightsPeers:
     """See the module; lives on the event loop."""
 
-    def __init__(self, plane: Neighbours, clock: Clock) -> None:
+    def __init__(
+        self,
+        plane: Neighbours,
+        clock: Clock,
+        heard: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        """`heard` waits for the first round of gossip, None = it is over."""
         self._plane = plane
         self._clock = clock
+        self._heard = heard
 
     @property
     def own_id(self) -> str:
         """The id of this node."""
         return str(self._plane.registry.node_id)
+
+    async def known(self) -> None:
+        """Wait until peers are known, a few seconds at most: a node that has just been started
+        knows none."""
+        if self._heard is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEARD_S):
+                    await self._heard()
+            self._heard = None
 
     def all(self) -> tuple[WeightsPeer, ...]:
         """The live nodes that may be called, by label."""
@@ -127,7 +148,7 @@ class WeightsPeers:
             except KakeyaError as failure:
                 return failure
             return [
-                WeightsOffer(one.name, one.bytes, one.digest, one.is_whole)
+                WeightsOffer(one.name, one.bytes, one.digest, one.is_whole, one.is_begun)
                 for one in answer.models[:_MOST_ENTRIES]
             ]
 

@@ -32,7 +32,7 @@ from kakeya.weights.found import FoundModel, PullRecord, found_model, keep_recor
 from kakeya.weights.hub import HubDownload
 from kakeya.weights.listed import drop_parts
 from kakeya.weights.manifest import WeightsManifest
-from kakeya.weights.partial import PartialModel, check_target, disk_error
+from kakeya.weights.partial import PartialModel, check_free, check_target, disk_error
 from kakeya.weights.peers import WeightsPeer
 from kakeya.weights.progress import TELL_S, PullMeter, PullState
 from kakeya.weights.schedule import PieceSchedule
@@ -44,6 +44,8 @@ PATIENCE_S = 30.0
 MOST_SOURCES, STREAMS = 4, 3
 """Peers at once that give, and pieces at once of each: 48 MiB are in memory at most. While one
 piece of a peer is proven and one is written, the third comes."""
+SETTLE_S = 1.0
+"""Longer than two nodes take to tell each other that they are about to ask the hub."""
 MOST_ROUNDS = 3
 """A disk on which pieces are wrong after so many fetches of them is broken."""
 
@@ -61,6 +63,7 @@ class Pull:
         may_use_hub: bool = True,
     ) -> None:
         self._meter = PullMeter(name, tools.clock)
+        self._from = from_node
         self._tools = tools
         self._clock = tools.clock
         self._search = ModelSearch(
@@ -84,6 +87,8 @@ class Pull:
         self._news = asyncio.Event()
         self.is_from_hub = False
         """Whether it is downloaded, and has no digest before the end."""
+        self.is_begun = False
+        """Whether the download has begun, so that no other node is to begin it."""
         self.part = ""
         """The name of the folder of what comes, in PULLS."""
         self.partial: PartialModel | None = None
@@ -112,10 +117,14 @@ class Pull:
 
     async def _run(self) -> Path:
         name, index = self.state.name, self._tools.index
-        found = await self._search.find()
-        if found is None:
-            self.is_from_hub = True
-            found = await self._search.find(may_be_ahead=False)
+        try:
+            found = await self._look()
+        except NotFound:  # of peers; what is here needs none
+            own = await index.models(anew=True)
+            here = next((one for one in own if one.name == name), None)
+            if self._from or here is None:
+                raise
+            return await self._is_here(here)
         own = await index.models(anew=True)
         if found is None:
             here = next((one for one in own if one.name == name), None)
@@ -144,6 +153,20 @@ class Pull:
             f"{len(wrong)} pieces of {name} were wrong on the disk {MOST_ROUNDS} times after they "
             f"were written; check the disk of {self._tools.folder}"
         )
+
+    async def _look(self) -> tuple[WeightsManifest, WeightsPeer] | None:
+        """The manifest of the model and a peer that has it; None = the hub may have it, and this
+        node is the one of the house to ask. Raises as `ModelSearch.find`."""
+        await self._tools.peers.known()
+        found = await self._search.find()
+        if found is None:
+            self.is_from_hub = True
+            if self._tools.peers.all():
+                # A node that begins at the same moment is told of this one, or tells of itself.
+                await self._clock.sleep(SETTLE_S)
+            found = await self._search.find(may_be_ahead=False)
+            self.is_begun = found is None
+        return found
 
     async def _is_here(self, model: FoundModel) -> Path:
         if self.keep:
@@ -194,6 +217,7 @@ class Pull:
         async def sized(size: int) -> None:
             self._meter.tell(bytes=size)
             await tools.make_room(self.part)
+            await asyncio.to_thread(check_free, tools.folder, download.folder, size)
 
         def told(size: int) -> None:
             self._meter.add(min(size, self.state.bytes) - self.state.done_bytes)
@@ -241,7 +265,7 @@ class Pull:
         try:
             while not self._schedule.is_done and self._failure is None:
                 self._wake.clear()
-                await self._look(manifest, first)
+                await self._find_sources(manifest, first)
                 self._meter.measure()
                 self._check_sources()
                 await sleep_or_wake(self._clock, LOOK_S, self._wake)
@@ -254,7 +278,7 @@ class Pull:
         if self._failure is not None:
             raise self._failure
 
-    async def _look(self, manifest: WeightsManifest, first: WeightsPeer) -> None:
+    async def _find_sources(self, manifest: WeightsManifest, first: WeightsPeer) -> None:
         """Find sources, and begin to fetch from those that are new."""
         try:
             asked = self._search.asked()

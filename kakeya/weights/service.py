@@ -27,8 +27,9 @@ Context = grpc.aio.ServicerContext[object, object]
 PART_BYTES = MIB
 WRITE_S = 30.0
 """A caller that takes no part for so long must not keep others from theirs."""
-MOST_READS = 8
-"""Pieces that are read for peers at the same time; others wait."""
+MOST_READS = 32
+"""Parts that are read for peers, or wait to be taken, at the same time. A puller takes three, so
+that a few that fall asleep do not keep others from theirs."""
 
 
 class ModelsOfNode(Protocol):
@@ -92,7 +93,12 @@ class WeightsService(WeightsServiceServicer):
             # One that may come from this very caller is not told before something of it is here.
             if pull.held or pull.is_from_hub:
                 entries.append(
-                    pb.WeightsEntry(name=state.name, bytes=state.bytes, digest=state.digest)
+                    pb.WeightsEntry(
+                        name=state.name,
+                        bytes=state.bytes,
+                        digest=state.digest,
+                        is_begun=pull.is_begun,
+                    )
                 )
         return pb.ListWeightsResponse(models=entries)
 
@@ -141,16 +147,17 @@ class WeightsService(WeightsServiceServicer):
     ) -> None:
         """Send one piece."""
         async with errors_end(context), self._reads:
-            data = await self._read(request.digest, request.piece)
-            for at in range(0, len(data), PART_BYTES):
+            at = 0
+            while data := await self._read(request.digest, request.piece, at):
                 try:
                     async with asyncio.timeout(WRITE_S):
-                        await context.write(pb.PiecePart(data=data[at : at + PART_BYTES]))
+                        await context.write(pb.PiecePart(data=data))
                 except TimeoutError:
                     raise DeadlineExceeded(
                         f"a part of piece {request.piece} was not taken within {WRITE_S:g} s"
                     ) from None
-            self.bytes += len(data)
+                at += len(data)
+                self.bytes += len(data)
 
     def _pull(self, digest: str) -> Pull | None:
         for pull in self._models.fetching:
@@ -158,13 +165,13 @@ class WeightsService(WeightsServiceServicer):
                 return pull
         return None
 
-    async def _read(self, digest: str, piece: int) -> bytes:
+    async def _read(self, digest: str, piece: int, at: int) -> bytes:
+        """The part of a piece from a byte on; empty at its end."""
         pull = self._pull(digest)
         if pull is not None and pull.partial is not None and piece in pull.held:
             try:
-                return await asyncio.to_thread(
-                    pull.partial.read, pull.partial.manifest.pieces[piece]
-                )
+                part = _part(pull.partial.manifest.pieces[piece], at)
+                return await asyncio.to_thread(pull.partial.read, part)
             except OSError:
                 pass  # it is whole just now, and has its name
         held = await self._models.index.with_digest(digest)
@@ -173,7 +180,7 @@ class WeightsService(WeightsServiceServicer):
         model, manifest = held
         if piece >= len(manifest.pieces):
             raise NotFound(f"model {digest[:12]} has {len(manifest.pieces)} pieces, no {piece}")
-        place: PieceOfFile = manifest.pieces[piece]
+        place = _part(manifest.pieces[piece], at)
         name = manifest.files[place.file].name
         file = next(one for one in model.files if one.name == name)
         return await asyncio.to_thread(read_piece, file, place)
@@ -240,3 +247,9 @@ class ModelFilesService(ModelFilesServiceServicer):
             entry.last_used_unix = used_at(one.found.path)
             entry.unserved = self._models.unserved(one.found.name) if record is not None else ""
         return entry
+
+
+def _part(piece: PieceOfFile, at: int) -> PieceOfFile:
+    """The part of a piece from a byte on."""
+    left = max(0, piece.size - at)
+    return piece._replace(offset=piece.offset + at, size=min(PART_BYTES, left))

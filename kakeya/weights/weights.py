@@ -72,16 +72,18 @@ class NodeWeights:
         configured: Callable[[], Mapping[str, str]],
         loaded: Callable[[], Collection[str]],
         on_change: Callable[[], None],
+        heard: Callable[[], Awaitable[object]] | None = None,
         clock: Clock,
     ) -> None:
-        """`on_change` hears of each fetch that begins or ends, and of other models on the disk."""
+        """`on_change` hears of each fetch that begins or ends, and of other models on the disk;
+        `heard` is as of `WeightsPeers`."""
         self.folder = config.models_folder(data_dir)
         self._config = config
         self._clock = clock
         self.configured = configured
         self._loaded = loaded
         self._on_change = on_change
-        self.peers = WeightsPeers(plane, clock)
+        self.peers = WeightsPeers(plane, clock, heard)
         self.index = WeightIndex(
             self.folder,
             data_dir=data_dir,

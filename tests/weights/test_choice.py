@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +35,9 @@ def test_unlike_models_of_one_name_are_told_apart_by_the_caller() -> None:
 
 def test_what_has_no_digest_yet_is_read_or_waited_for() -> None:
     assert choose("m", {A: [offer("m", "")]}).unhashed == (A,)
-    assert choose("m", {A: [offer("m", "", is_whole=False)]}).coming == (A,)
+    assert choose("m", {A: [offer("m", "", is_whole=False)]}).coming == {A: False}
+    begun = replace(offer("m", "", is_whole=False), is_begun=True)
+    assert choose("m", {A: [begun]}).coming == {A: True}
     assert choose("m", {A: [offer("x", "")]}) == choose("m", {})
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kakeya.core.errors import Denied, InvalidArgument, NotFound, PeerUnavailable
+from kakeya.weights import partial
 from kakeya.weights.hub_child import wanted_files
-from kakeya.weights.partial import PULLS
+from kakeya.weights.partial import PULLS, DiskRefused
 from tests.waiting import until
 from tests.weights.fake_hub import FakeHub, fake_hub
 from tests.weights.world import content, house, make_model
@@ -74,12 +75,34 @@ async def test_what_no_peer_has_comes_from_the_hub_and_then_from_the_peer(
         assert again.note == "it is here already"
 
 
-async def test_two_nodes_that_begin_at_once_download_once(tmp_path: Path, hub: FakeHub) -> None:
+async def test_a_disk_without_room_refuses_before_the_hub_sends_a_byte(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial, "SPARE_BYTES", 1 << 60)
+    hub.repositories["org/smol"] = await asyncio.to_thread(make_model, tmp_path / "hub", "org/smol")
+    async with house(tmp_path) as home:
+        first = await home.add("first")
+        with pytest.raises(DiskRefused, match="free, and this model needs"):
+            await first.pull("org/smol")
+        assert hub.sent_bytes == 0
+    async with house(tmp_path / "small") as home:
+        second = await home.add("second", disk_bytes=1 << 20)
+        with pytest.raises(DiskRefused, match=r"pulled models \(weights.disk_mb\)"):
+            await second.pull("org/smol")
+        assert hub.sent_bytes == 0
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.5])
+async def test_two_nodes_that_begin_at_once_download_once(
+    tmp_path: Path, hub: FakeHub, later_s: float
+) -> None:
     source = await asyncio.to_thread(make_model, tmp_path / "hub", "org/smol", mib=3)
     hub.repositories["org/smol"] = source
     async with house(tmp_path) as home:
         first, second = await home.add("first"), await home.add("second")
-        ends = await asyncio.gather(first.pull("org/smol"), second.pull("org/smol"))
+        later = asyncio.create_task(second.pull("org/smol"))  # "first" goes first by its id
+        await asyncio.sleep(later_s)
+        ends = await asyncio.gather(first.pull("org/smol"), later)
         assert [end.phase for end in ends] == ["done", "done"]
         assert hub.sent_bytes <= sum(map(len, content(source).values()))
 

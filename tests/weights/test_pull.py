@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.units import MIB
+from kakeya.v1 import weights_pb2 as pb
 from kakeya.weights import partial, peers, pull
 from kakeya.weights.found import RECORD
 from kakeya.weights.manifest import PIECE_BYTES
 from kakeya.weights.partial import PULLS, DiskRefused
+from kakeya.weights.pull import STREAMS
 from kakeya.weights.service import WeightsService
 from tests.waiting import until
 from tests.weights.world import Faulty, House, Mini, content, house, make_model
@@ -277,6 +280,63 @@ async def test_what_no_peer_has_is_said_so(tmp_path: Path) -> None:
             await puller.pull("other")
         with pytest.raises(NotFound, match="the live peers are origin"):
             await puller.pull("org/smol", from_node="nowhere")
+
+
+async def test_what_is_here_needs_no_peer(tmp_path: Path) -> None:
+    async with house(tmp_path) as home:
+        alone = await home.add("alone")
+        path = await asyncio.to_thread(make_model, alone.folder, "mine", mib=1)
+        last = await alone.pull("mine")
+        assert (last.note, last.path) == ("it is here already", str(path))
+        with pytest.raises(NotFound, match="no peer is called 'nowhere'"):
+            await alone.pull("mine", from_node="nowhere")
+
+
+async def test_a_node_that_has_just_been_started_hears_of_its_peers_first(tmp_path: Path) -> None:
+    async with house(tmp_path) as home:
+        heard = asyncio.Event()
+        puller = await home.add("puller")
+        puller.weights.peers._heard = heard.wait
+        task = asyncio.create_task(puller.pull("org/smol"))
+        await until(lambda: puller.told)
+        origin = await home.add("origin")
+        await asyncio.to_thread(make_model, origin.folder, "org/smol", mib=1)
+        heard.set()
+        assert (await task).sources == ("origin",)
+
+
+async def test_pullers_that_fall_asleep_do_not_keep_others_from_their_pieces(
+    tmp_path: Path,
+) -> None:
+    async with house(tmp_path) as home:
+        origin, _ = await pair(home)
+        (model,) = await origin.weights.index.models(anew=True)
+        manifest = await origin.weights.index.manifest(model)
+        asleep: list[Any] = []
+        awake: list[bytes] = []
+
+        class Sleeper:
+            async def write(self, part: pb.PiecePart) -> None:
+                asleep.append(part)
+                await asyncio.Event().wait()
+
+        class Reader:
+            async def write(self, part: pb.PiecePart) -> None:
+                awake.append(part.data)
+
+        service, request = (
+            origin.weights._service,
+            pb.ReadPieceRequest(digest=manifest.digest, piece=1),
+        )
+        readers: list[Any] = [Sleeper() for _ in range(3 * STREAMS)]
+        tasks = [asyncio.create_task(service.ReadPiece(request, one)) for one in readers]
+        await until(lambda: len(asleep) == len(tasks))
+        reader: Any = Reader()
+        await service.ReadPiece(request, reader)
+        assert hashlib.sha256(b"".join(awake)).digest() == manifest.pieces[1].sha256
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_what_lies_under_the_name_is_not_overwritten(tmp_path: Path) -> None:

@@ -156,7 +156,9 @@ class Faulty(WeightsService):
     served = 0
 
     async def ReadPiece(self, request: pb.ReadPieceRequest, context: Any) -> None:
-        data = await self._read(request.digest, request.piece)
+        data = b""
+        while part := await self._read(request.digest, request.piece, len(data)):
+            data += part
         type(self).served += 1
         match self.fault:
             case "wrong":
