@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
+from kakeya.cli.service.drain import MOST_PATIENCE_S, PATIENCE_S, drain
+from kakeya.cli.show.labels import NodeLabels
 from kakeya.core.errors import InvalidArgument
 from kakeya.core.host import host_label
 from kakeya.core.units import MIB
@@ -27,7 +29,6 @@ if TYPE_CHECKING:  # gRPC and X.509 take longer to import than `kakeya status` t
 
 _TIMEOUT_S = 10.0
 _MOST_MB = 1 << 30
-_PATIENCE_S, _MOST_PATIENCE_S = 60.0, 86_400.0
 _ROLES = ("member", "client", "admin")
 Answer = TypeVar("Answer")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -59,7 +60,7 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     drain.add_argument(
         "--patience",
         type=float,
-        default=_PATIENCE_S,
+        default=PATIENCE_S,
         metavar="SECONDS",
         help="after so long it stops though requests run (default: %(default)g)",
     )
@@ -122,7 +123,7 @@ def _init(folder: Path, label: str, *, as_json: bool) -> int:
     _show(
         {"fleet": identity.fleet, "node_id": identity.node_id, "label": identity.label},
         f"fleet {identity.fleet} started; this machine, {identity.label}, is its authority\n"
-        f"node id {identity.node_id}\n"
+        f"its id begins with {NodeLabels().of(identity.node_id)}\n"
         "next: start kakeya-node here, then run `kakeya invite` for each machine that joins",
         as_json=as_json,
     )
@@ -132,12 +133,15 @@ def _init(folder: Path, label: str, *, as_json: bool) -> int:
 def _join(folder: Path, token: str, label: str, *, as_json: bool) -> int:
     from kakeya.core.clock import SystemClock
     from kakeya.fleet.identity.join_client import join
+    from kakeya.wire.security import CertRole
 
     if token == "-":  # keeps the token out of the list of processes
         token = sys.stdin.readline()
     with DataDir(folder):
         joined = asyncio.run(join(folder, token, label, clock=SystemClock()))
     identity = joined.identity
+    is_node = identity.role is not CertRole.CLIENT
+    after = "start kakeya-node here" if is_node else "name this folder in kakeya.Client"
     what = "joined" if joined.is_new else "is a member already of"
     _show(
         {
@@ -149,7 +153,7 @@ def _join(folder: Path, token: str, label: str, *, as_json: bool) -> int:
             "is_new": joined.is_new,
         },
         f"{identity.label} {what} fleet {identity.fleet} as {identity.role}\n"
-        f"node id {identity.node_id}\nnext: start kakeya-node here",
+        f"its id begins with {NodeLabels().of(identity.node_id)}\nnext: {after}",
         as_json=as_json,
     )
     return 0
@@ -177,30 +181,24 @@ def _revoke(folder: Path, node: str, *, as_json: bool) -> int:
     made = _ask(folder, lambda stub: stub.Revoke(RevokeRequest(node=node), timeout=_TIMEOUT_S))
     _show(
         {"node_id": made.node_id, "version": made.version},
-        f"revoked {made.node_id}; the nodes of the fleet learn it by gossip, within seconds",
+        f"revoked {NodeLabels().of(made.node_id)}; the nodes of the fleet learn it by gossip, "
+        "within seconds",
         as_json=as_json,
     )
     return 0
 
 
 def _drain(folder: Path, patience_s: float, *, until_replaced: bool, as_json: bool) -> int:
-    from kakeya.v1.fleet_pb2 import DrainProgress, DrainRequest
-
-    if not 0 < patience_s <= _MOST_PATIENCE_S:
+    if not 0 < patience_s <= MOST_PATIENCE_S:
         raise InvalidArgument(
-            f"--patience is {patience_s:g}; above 0 and at most {_MOST_PATIENCE_S:g} is needed"
+            f"--patience is {patience_s:g}; above 0 and at most {MOST_PATIENCE_S:g} is needed"
         )
 
-    def follow(stub: ControlServiceStub) -> DrainProgress:
-        last = DrainProgress()
-        limit_s = patience_s + _TIMEOUT_S
-        asked = DrainRequest(patience_seconds=patience_s, until_replaced=until_replaced)
-        for last in stub.Drain(asked, timeout=limit_s):
-            if last.requests and not as_json:
-                print(f"{last.requests} requests run, {last.seconds:.0f} s", file=sys.stderr)
-        return last
+    def tell(text: str) -> None:
+        if not as_json:
+            print(text, file=sys.stderr)
 
-    end = _ask(folder, follow)
+    end = drain(folder, patience_s, until_replaced=until_replaced, tell=tell)
     _show(
         {"cut_off": end.requests, "seconds": round(end.seconds, 1)},
         f"drained in {end.seconds:.1f} s, {end.requests} requests were cut off; the node stops",

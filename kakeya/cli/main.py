@@ -25,13 +25,15 @@ from kakeya.cli import config as config_cli
 from kakeya.cli import fleet as fleet_cli
 from kakeya.cli import jobs as job_cli
 from kakeya.cli import keys as key_cli
+from kakeya.cli import logs, ring_groups, version
 from kakeya.cli import models as model_cli
 from kakeya.cli import ring as ring_cli
-from kakeya.cli import ring_groups
 from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.leases import commands as lease_cli
 from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
+from kakeya.cli.service import command as service_cli
+from kakeya.cli.service import restart
 from kakeya.cli.show.labels import NodeLabels, labels_in, labels_of
 from kakeya.cli.talk import chat, generate
 from kakeya.core.errors import ConfigError, KakeyaError
@@ -93,6 +95,10 @@ _OWNERS: tuple[Callable[[argparse.Namespace], int | None], ...] = (
     key_cli.run,
     ring_groups.run,
     connect_cli.run,
+    logs.run,
+    version.run,
+    restart.run,
+    service_cli.run,
 )
 """Commands for the owner of a node, on its machine."""
 
@@ -148,6 +154,10 @@ def _parser() -> argparse.ArgumentParser:
     key_cli.add_parsers(commands)
     ring_cli.add_parsers(commands)
     connect_cli.add_parsers(commands)
+    logs.add_parsers(commands)
+    version.add_parsers(commands)
+    restart.add_parsers(commands)
+    service_cli.add_parsers(commands)
     doctor = commands.add_parser(
         "doctor",
         help=DOCTOR,

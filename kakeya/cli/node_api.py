@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kakeya.core.errors import ConfigError, KakeyaError, PeerProtocol, PeerUnavailable
 from kakeya.core.settings import Illegal, peer_address, split_address
@@ -17,6 +20,8 @@ from kakeya.node.datadir import find_running
 
 _ANSWER_S = 10.0
 _STREAM_S = 600.0
+_QUIET_S = 60.0
+"""A stream of facts is never silent for so long."""
 _WAITS = b": waiting: "
 KEY_VARIABLE = "KAKEYA_API_KEY"
 """The API key that the command line sends."""
@@ -79,6 +84,27 @@ class NodeApi:
                 if line.startswith(b"data: "):
                     yield _checked(self.address, _object(self.address, data))
             raise PeerUnavailable(f"the node at {self.address} ended in the middle of its answer")
+        finally:
+            connection.close()
+
+    def facts(self, for_s: float | None) -> Iterator[dict[str, dict[str, Any]]]:
+        """Yield what the node tells of itself and its peers, by node id and section, each time that
+        it changes: for so many seconds, None = without end. Raises PeerError."""
+        connection = self._connect(_QUIET_S if for_s is None else for_s)
+        ends_mono = math.inf if for_s is None else time.monotonic() + for_s
+        facts: dict[str, dict[str, Any]] = {}
+        try:
+            answer = self._ask(connection, "GET", "/api/v1/events", b"")
+            while time.monotonic() < ends_mono and (line := answer.readline()):
+                if not line.startswith(b"data: "):
+                    continue
+                changed = _object(self.address, line.removeprefix(b"data: "))
+                for node_id, sections in dict(changed.get("nodes") or {}).items():  # type: ignore[call-overload]
+                    facts.setdefault(node_id, {}).update(sections)
+                yield facts
+        except (OSError, http.client.HTTPException) as problem:
+            if for_s is None:  # else the time is over
+                raise self._gone(problem) from problem
         finally:
             connection.close()
 

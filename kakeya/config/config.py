@@ -55,7 +55,7 @@ from kakeya.weights.config import WeightsConfig
 from kakeya.wire.server.config import ListenConfig
 
 _OTHER_VARIABLES = frozenset(
-    {CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID", "KAKEYA_API_KEY"}
+    {CONFIG_VARIABLE, "KAKEYA_PYTHON", "KAKEYA_LEASE_ID", "KAKEYA_API_KEY", "KAKEYA_SERVICE"}
 )
 
 

@@ -59,7 +59,7 @@ from kakeya.generation.spec import ModelRole
 from kakeya.memory.estimate.size_file import hub_folder
 from kakeya.node.card import NodeFacts, make_offer
 from kakeya.node.control import control_socket
-from kakeya.node.datadir import LIVE, DataDir, RunInfo
+from kakeya.node.datadir import LIVE, DataDir, run_of_this_process
 from kakeya.node.fleet import Chances, NodeFleet
 from kakeya.node.handover import DrainedHttp
 from kakeya.node.https import NodeHttps, check_http_start
@@ -294,7 +294,7 @@ class Agent:
         self._tasks.start("models", self._follow_changes)
         self._tasks.start("awake", self._awake.run)
         self._tasks.start("state", self._keeper.run)
-        run = RunInfo(pid=os.getpid(), node_id=self.node_id, grpc=self.grpc, http=self.http)
+        run = run_of_this_process(self.node_id, self.grpc, self.http, self._config.log_file)
         tell_command_line(self._home, run)
 
     async def _listen(self, stack: AsyncExitStack, identity: Identity | None) -> None:

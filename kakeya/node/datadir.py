@@ -2,7 +2,7 @@
 
     node.lock      held (flock) while a node runs; its text is the pid, and whether it leaves
     node.json      node id, incarnation, last stamp, peers (`state.py`)
-    node.run.json  pid and addresses of the running node, for the command line
+    node.run.json  pid, addresses and start of the running node, for the command line
     node.live.json what PUT /api/v1/config set (`dispatch/registry.py`)
     jobs.db        jobs and their results (`dispatch/job_store.py`)
     findings/      checks and measured speeds of models, a file for each (`mlx/findings.py`)
@@ -17,7 +17,9 @@ import fcntl
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -30,7 +32,11 @@ _log = logging.getLogger(__name__)
 LOCK, STATE, RUN = "node.lock", "node.json", "node.run.json"
 LIVE = "node.live.json"
 FINDINGS = "findings"
+SERVICE_VARIABLE = "KAKEYA_SERVICE"
+"""Set by the files of `kakeya service install`: the kind of the service."""
 _LEAVES = "leaves"
+_OURS = ("KAKEYA_", "MODEL_BOSS_", "HF_")
+"""Names of the variables of which a start depends."""
 
 
 def make_folder(folder: Path) -> None:
@@ -43,12 +49,38 @@ def make_folder(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """The process id and the addresses of the running node."""
+    """The process id and the addresses of the running node, and how it was started.
+
+    `service` is the kind of the system's service that keeps it (`SERVICE_VARIABLE`), "" = none;
+    `log_file` "" = stderr.
+    """
 
     pid: int
     node_id: str
     grpc: str
     http: str
+    python: str = ""
+    argv: tuple[str, ...] = ()
+    folder: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    log_file: str = ""
+    service: str = ""
+
+
+def run_of_this_process(node_id: str, grpc: str, http: str, log_file: Path | None) -> RunInfo:
+    """The run of a node in this process, for `kakeya restart` and `kakeya logs`."""
+    return RunInfo(
+        pid=os.getpid(),
+        node_id=node_id,
+        grpc=grpc,
+        http=http,
+        python=sys.executable,
+        argv=tuple(sys.argv[1:]),
+        folder=os.getcwd(),  # noqa: PTH109 - as text
+        environ={name: os.environ[name] for name in os.environ if name.startswith(_OURS)},
+        log_file=str(log_file.absolute()) if log_file else "",
+        service=os.environ.get(SERVICE_VARIABLE, ""),
+    )
 
 
 class DataDir:
@@ -181,8 +213,14 @@ def _read_run(path: Path) -> RunInfo | None:
             node_id=str(fields["node_id"]),
             grpc=str(fields["grpc"]),
             http=str(fields["http"]),
+            python=str(fields.get("python", "")),
+            argv=tuple(map(str, fields.get("argv", ()))),
+            folder=str(fields.get("folder", "")),
+            environ={str(key): str(value) for key, value in fields.get("environ", {}).items()},
+            log_file=str(fields.get("log_file", "")),
+            service=str(fields.get("service", "")),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import kakeya
 from kakeya.backends.resident import ResidentModel
 from kakeya.core.errors import PlacementError
 from kakeya.core.figures import Json, as_json
@@ -92,6 +93,7 @@ def describe(view: NodeView) -> Json:
         "node": {
             "node_id": view.node_id,
             "label": own.label,
+            "version": kakeya.__version__,
             "grpc": view.grpc,
             "http": view.http,
             "listeners": list(view.listeners),

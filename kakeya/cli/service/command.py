@@ -1,0 +1,293 @@
+"""`kakeya service`: have the system start the node with the machine, and again whenever it ends.
+
+It touches the files that it lists and no others: one file of the service and one folder of logs. No
+setting of the network is changed. Only the system's service needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pwd
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kakeya.cli.data_dir import add_data_dir
+from kakeya.cli.logs import last_lines
+from kakeya.cli.service.files import ServiceKind, ServicePlan, ServiceUser, plan_service
+from kakeya.cli.service.start import until_ready
+from kakeya.config.config import load
+from kakeya.core.errors import ConfigError, Conflict, KakeyaError
+from kakeya.core.folders import default_folder
+from kakeya.node.datadir import find_running, is_held
+
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+Program = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+_TEXT = "have the system start the node with the machine, and again whenever it ends"
+
+
+def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command to those of `kakeya`."""
+    service = commands.add_parser("service", help=_TEXT, description=_TEXT, allow_abbrev=False)
+    actions = service.add_subparsers(dest="action", required=True, metavar="ACTION")
+    install = _action(actions, "install", "install the service, and start the node")
+    install.add_argument(
+        "flags",
+        nargs=argparse.REMAINDER,
+        metavar="-- FLAG ...",
+        help="flags of kakeya-node, behind --: `kakeya service install -- --model ID`",
+    )
+    _action(actions, "uninstall", "stop the node, and remove what install made")
+    _action(actions, "status", "show whether a service is installed, and what the system says")
+
+
+def _action(actions: argparse._SubParsersAction[Parser], name: str, text: str) -> Parser:
+    action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+    action.add_argument(
+        "--as",
+        dest="kind",
+        default=ServiceKind.SYSTEM,
+        choices=list(ServiceKind),
+        help="system: from the start of the machine, needs sudo (default); user: while its user "
+        "is logged in",
+    )
+    action.add_argument("--user", default="", metavar="NAME", help="as whom it runs (you)")
+    action.add_argument("--dry-run", action="store_true", help="tell what would be done")
+    add_data_dir(action)
+    action.add_argument("--json", action="store_true", help="print JSON")
+    return action
+
+
+def run(options: argparse.Namespace) -> int | None:
+    """Run the command and return its exit status; None for any other. Raises KakeyaError."""
+    if options.command != "service":
+        return None
+    given = getattr(options, "flags", [])
+    flags = given[1:] if given[:1] == ["--"] else given
+    kind = ServiceKind(options.kind)
+    own = pwd.getpwuid(os.geteuid()).pw_name if kind is ServiceKind.USER else ""
+    user = find_user(options.user or own, os.environ, os.geteuid())
+    folder = _folder(options.data_dir, user)
+    plan = plan_service(
+        kind,
+        user,
+        python=sys.executable,
+        flags=_absolute(flags),
+        folder=folder,
+        platform=_platform(),
+        systemd=systemd_version(program),
+    )
+    if options.dry_run:
+        show_plan(plan, options.action, as_json=options.json)
+        return 0
+    service = Service(plan, folder, program)
+    match options.action:
+        case "install":
+            load(["--data-dir", str(folder), *flags], {})
+            said = service.install()
+        case "uninstall":
+            said = service.uninstall()
+        case _:
+            said = service.status()
+    print(json.dumps(said) if options.json else said["says"])
+    return 0 if said.get("is_installed") or options.action != "status" else 1
+
+
+class Service:
+    """A service of this machine: its file, and the program that keeps it."""
+
+    def __init__(self, plan: ServicePlan, folder: Path, program: Program) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._program = program
+
+    def install(self) -> dict[str, object]:
+        """Write the file and start the node; a failure leaves nothing. Raises KakeyaError."""
+        plan = self._plan
+        self._check_root()
+        before = find_running(self._folder)
+        is_there = plan.file.exists()
+        if is_held(self._folder) and not (before is not None and before.service):
+            raise Conflict(
+                f"a node runs in {self._folder} that no service keeps; stop it with kakeya drain, "
+                "and install then"
+            )
+        if is_there:
+            self._all(plan.unload, must=False)
+        try:
+            self._make_logs()
+            plan.file.parent.mkdir(parents=True, exist_ok=True)
+            plan.file.write_bytes(plan.content)
+            plan.file.chmod(0o644)
+            self._all(plan.load)
+            run = until_ready(self._folder, before.pid if before else 0)
+        except (OSError, KakeyaError) as problem:
+            message = problem.message if isinstance(problem, KakeyaError) else str(problem)
+            with contextlib.suppress(OSError):
+                message += "".join(f"; {line}" for line in last_lines(plan.logs / "node.log", 1))
+            self._remove()
+            raise ConfigError(f"the service is not installed: {message}") from problem
+        said = f"the node runs: pid {run.pid}, http {run.http}; its log is in {run.log_file}"
+        note = f"\nnote: {plan.condition}" if plan.condition else ""
+        return {"is_installed": True, "pid": run.pid, "says": f"{_files(plan)}\n{said}{note}"}
+
+    def uninstall(self) -> dict[str, object]:
+        """Stop the node and remove the files. Raises KakeyaError."""
+        if not self._plan.file.exists():
+            return {"is_installed": False, "says": f"nothing is installed at {self._plan.file}"}
+        self._check_root()
+        self._remove()
+        kept = f"the node's own files stay: models, keys and state in {self._folder}"
+        return {"is_installed": False, "says": f"removed {_files(self._plan)}\n{kept}"}
+
+    def status(self) -> dict[str, object]:
+        """What is installed, what the system says of it, and the node that runs."""
+        plan, run = self._plan, find_running(self._folder)
+        if not plan.file.exists():
+            says = f"not installed: there is no {plan.file}"
+            return {"is_installed": False, "says": says, "pid": run.pid if run else None}
+        asked = self._program(plan.look)
+        lines = [line.strip() for line in asked.stdout.splitlines() if _TELLING.match(line)]
+        told = [_files(plan), *lines[:6], *([asked.stderr.strip()] if asked.returncode else [])]
+        if run is not None:
+            told.append(f"the node runs: pid {run.pid}, http {run.http}")
+        else:
+            told.append(f"no node serves in {self._folder}")
+        pid = run.pid if run else None
+        return {"is_installed": True, "pid": pid, "system": lines, "says": "\n".join(told)}
+
+    def stop(self) -> None:
+        """Stop the node until `start`. Raises ConfigError."""
+        self._check_root()
+        self._all(self._plan.unload)
+
+    def start(self) -> None:
+        """Start the node again. Raises ConfigError."""
+        self._all(self._plan.load)
+
+    def _remove(self) -> None:
+        self._all(self._plan.unload, must=False)
+        self._plan.file.unlink(missing_ok=True)
+        self._all(self._plan.forget, must=False)
+        shutil.rmtree(self._plan.logs, ignore_errors=True)
+        for folder in self._plan.emptied:
+            with contextlib.suppress(OSError):  # it has files of others, or is not there
+                folder.rmdir()
+
+    def _make_logs(self) -> None:
+        user, logs = self._plan.user, self._plan.logs
+        made = [one for one in (logs, *logs.parents) if not one.exists()]
+        logs.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0:
+            for one in made:
+                os.chown(one, user.uid, user.gid)
+
+    def _check_root(self) -> None:
+        user = self._plan.user
+        if not self._plan.needs_root and os.geteuid() != user.uid:
+            raise ConfigError(f"--as user is for yourself: run this as {user.name}, without sudo")
+        if self._plan.needs_root and os.geteuid() != 0:
+            again = shlex.join(["sudo", sys.executable, "-m", "kakeya.cli.main", *sys.argv[1:]])
+            raise ConfigError(
+                f"the system's service needs root: {again}; or give --as user, without root"
+            )
+
+    def _all(self, commands: Sequence[Sequence[str]], *, must: bool = True) -> None:
+        for command in commands:
+            done = self._program(command)
+            if must and done.returncode:
+                reason = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
+                raise ConfigError(f"{shlex.join(command)}: {reason}")
+
+
+_TELLING = re.compile(
+    r"\s*(ActiveState|SubState|MainPID|NRestarts|state|pid|runs|last exit code)\b"
+)
+
+
+def find_user(name: str, environ: Mapping[str, str], uid: int) -> ServiceUser:
+    """The user as which the node runs: the one that is named, or the caller, also behind sudo.
+
+    Raises ConfigError for an unknown one, and for root without a name.
+    """
+    name = name or (environ.get("SUDO_USER", "") if uid == 0 else pwd.getpwuid(uid).pw_name)
+    if not name:
+        raise ConfigError("root runs no node unless you say so: give --user NAME")
+    try:
+        found = pwd.getpwnam(name)
+    except KeyError:
+        raise ConfigError(f"there is no user {name!r} on this machine") from None
+    return ServiceUser(name=name, uid=found.pw_uid, gid=found.pw_gid, home=Path(found.pw_dir))
+
+
+def _folder(given: str, user: ServiceUser) -> Path:
+    if given:
+        return Path(given).expanduser().absolute()
+    return default_folder({}, platform=sys.platform, home=user.home)
+
+
+def _absolute(flags: Sequence[str]) -> list[str]:
+    """Flags with whole paths: the service starts in the home folder."""
+    return [
+        str(Path(one).absolute()) if os.sep in one and Path(one).exists() else one for one in flags
+    ]
+
+
+def _platform() -> str:
+    if sys.platform not in ("darwin", "linux"):
+        raise ConfigError(f"no service is known for {sys.platform}; macOS and Linux have one")
+    return sys.platform
+
+
+def systemd_version(ask: Program) -> int:
+    """The version of systemd here; 0 = there is none."""
+    if shutil.which("systemctl") is None:
+        return 0
+    found = re.match(r"systemd (\d+)", ask(("systemctl", "--version")).stdout)
+    return int(found[1]) if found else 0
+
+
+def program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a program of the system and return what it said."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {reason}")
+
+
+def show_plan(plan: ServicePlan, action: str, *, as_json: bool) -> None:
+    """Tell what an action would do, and do nothing."""
+    commands = {"install": plan.load, "uninstall": (*plan.unload, *plan.forget)}.get(
+        action, (plan.look,)
+    )
+    if as_json:
+        told = {
+            "files": [str(one) for one in (plan.file, *plan.links, plan.logs)],
+            "commands": commands,
+            "needs_root": plan.needs_root,
+        }
+        print(
+            json.dumps(told | ({"content": plan.content.decode()} if action == "install" else {}))
+        )
+        return
+    print(f"{_files(plan)}\n{'needs root' if plan.needs_root else 'needs no root'}")
+    for command in commands:
+        print(f"  {shlex.join(command)}")
+    if action == "install":
+        print(plan.content.decode())
+        if plan.condition:
+            print(f"note: {plan.condition}")
+
+
+def _files(plan: ServicePlan) -> str:
+    links = "".join(f", {link} (a link to it)" for link in plan.links)
+    return f"{plan.file} (the service){links}, {plan.logs} (its logs)"

@@ -1,0 +1,33 @@
+"""Drain the node of a data directory: it takes nothing new, ends what runs, and stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # gRPC takes longer to import than `kakeya status` to answer
+    from kakeya.v1.fleet_pb2 import DrainProgress
+    from kakeya.v1.fleet_pb2_grpc import ControlServiceStub
+
+PATIENCE_S, MOST_PATIENCE_S = 60.0, 86_400.0
+_ANSWER_S = 10.0
+
+
+def drain(
+    folder: Path, patience_s: float, *, until_replaced: bool, tell: Callable[[str], None]
+) -> DrainProgress:
+    """Drain, and return the last step; `tell` hears what still runs. Raises the node's refusal."""
+    from kakeya.cli.owner_call import ask_node
+    from kakeya.v1.fleet_pb2 import DrainProgress, DrainRequest
+    from kakeya.v1.fleet_pb2_grpc import ControlServiceStub
+
+    def follow(stub: ControlServiceStub) -> DrainProgress:
+        last = DrainProgress()
+        asked = DrainRequest(patience_seconds=patience_s, until_replaced=until_replaced)
+        for last in stub.Drain(asked, timeout=patience_s + _ANSWER_S):
+            if last.requests:
+                tell(f"{last.requests} requests run, {last.seconds:.0f} s")
+        return last
+
+    return ask_node(folder, ControlServiceStub, follow, timeout_s=_ANSWER_S)

@@ -1,0 +1,105 @@
+"""The files of a service, read by the programs that will read them."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kakeya.cli.service.files import LABEL, ServiceKind, ServicePlan, ServiceUser, plan_service
+from kakeya.config.config import load
+
+ALICE = ServiceUser(name="alice", uid=501, gid=20, home=Path("/Users/alice Ä"))
+KINDS = pytest.mark.parametrize("kind", list(ServiceKind))
+ODD = ("--label", 'a "mini" $HOME %n \\', "--http", "0.0.0.0:8210")
+
+
+def plan(kind: ServiceKind, platform: str, systemd: int = 252) -> ServicePlan:
+    return plan_service(
+        kind,
+        ALICE,
+        python="/opt/kakeya venv/bin/python",
+        flags=ODD,
+        folder=ALICE.home / "data",
+        platform=platform,
+        systemd=systemd,
+    )
+
+
+@KINDS
+def test_launchd_starts_the_node_again_with_paths_of_its_user(kind: ServiceKind) -> None:
+    made = plan(kind, "darwin")
+    found = plistlib.loads(made.content)
+    assert (found["KeepAlive"], found["RunAtLoad"], found["Label"]) == (True, True, LABEL)
+    assert found["ThrottleInterval"] > 10
+    assert "/opt/homebrew/bin" in found["EnvironmentVariables"]["PATH"]
+    assert found["EnvironmentVariables"]["KAKEYA_SERVICE"] == kind.value
+    assert found["StandardErrorPath"] == "/Users/alice Ä/Library/Logs/kakeya/launchd.log"
+    assert ("UserName" in found) is (kind is ServiceKind.SYSTEM) is made.needs_root
+    if kind is ServiceKind.SYSTEM:
+        assert made.file == Path("/Library/LaunchDaemons/dev.kakeya.node.plist")
+        assert made.load == (("/bin/launchctl", "bootstrap", "system", str(made.file)),)
+    else:
+        assert made.unload == (("/bin/launchctl", "bootout", "gui/501/dev.kakeya.node"),)
+        assert "logged in at the screen" in made.condition
+
+
+@KINDS
+def test_the_node_understands_its_arguments(kind: ServiceKind) -> None:
+    python, *arguments = plistlib.loads(plan(kind, "darwin").content)["ProgramArguments"]
+    assert (python, *arguments[:2]) == (
+        "/opt/kakeya venv/bin/python",
+        "-m",
+        "kakeya.node.daemon",
+    )
+    config = load(arguments[2:], {})
+    assert config.log_file == Path("/Users/alice Ä/Library/Logs/kakeya/node.log")
+    assert config.label == ODD[1]
+
+
+@KINDS
+@pytest.mark.parametrize("systemd", [252, 254])
+def test_a_unit_says_what_systemd_needs(kind: ServiceKind, systemd: int) -> None:
+    made = plan(kind, "linux", systemd)
+    lines = made.content.decode().splitlines()
+    assert ("User=alice" in lines) is (kind is ServiceKind.SYSTEM)
+    assert "Restart=always" in lines
+    assert ("RestartMaxDelaySec=60" in lines) is (systemd == 254)
+    assert 'Environment="HOME=/Users/alice Ä"' in lines
+    (command,) = (line for line in lines if line.startswith("ExecStart="))
+    assert r'"a \"mini\" $$HOME %%n \\"' in command
+    assert made.links[0].name == made.file.name
+    assert [line for line in lines if not line] == ["", ""]
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="this machine has no systemd")
+@KINDS
+def test_systemd_finds_no_fault_in_a_unit(kind: ServiceKind, tmp_path: Path) -> None:
+    me = ServiceUser(name="root", uid=os.getuid(), gid=os.getgid(), home=tmp_path)
+    said = subprocess.run(["systemctl", "--version"], capture_output=True, text=True, check=True)
+    made = plan_service(
+        kind,
+        me,
+        python=sys.executable,
+        flags=ODD,
+        folder=tmp_path / "data",
+        platform="linux",
+        systemd=int(said.stdout.split()[1]),
+    )
+    unit = tmp_path / made.file.name
+    unit.write_bytes(made.content)
+    manager = "--system" if kind is ServiceKind.SYSTEM else "--user"
+    checked = subprocess.run(
+        ["systemd-analyze", manager, "--man=no", "verify", str(unit)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+    )
+    assert "kakeya" not in checked.stderr + checked.stdout
+    assert checked.returncode == 0, checked.stderr
