@@ -69,6 +69,8 @@ def _complain(problem: KakeyaError) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     match options.command:
+        case "completion":
+            return _complete(options.shell)
         case "demo":
             from kakeya.cli.demo import run_demo
 
@@ -158,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     version.add_parsers(commands)
     restart.add_parsers(commands)
     service_cli.add_parsers(commands)
+    text = "print what a shell needs to complete these commands"
+    completion = commands.add_parser("completion", help=text, description=text)
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     doctor = commands.add_parser(
         "doctor",
         help=DOCTOR,
@@ -170,6 +175,15 @@ def _parser() -> argparse.ArgumentParser:
     add_data_dir(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _complete(shell: str) -> int:
+    try:
+        import shtab
+    except ImportError as missing:
+        raise ConfigError(f"{missing}; install it: {sys.executable} -m pip install shtab") from None
+    print(shtab.complete(_parser(), shell=shell))
+    return 0
 
 
 def _command(

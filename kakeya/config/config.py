@@ -86,7 +86,7 @@ class NodeConfig:
         folder,
         Path(),  # `load` puts the folder of this user and system in its place
         argument="DIR",
-        variable="KAKEYA_HOME",
+        earlier=("KAKEYA_HOME",),
     )
     log_format: LogFormat = setting(
         "format of the log (text)",
@@ -111,7 +111,7 @@ class NodeConfig:
         "/api/v1/config says wins",
         switch,
         True,
-        variable="MODEL_BOSS_ALLOW_CLOUD_FALLBACK",
+        earlier=("MODEL_BOSS_ALLOW_CLOUD_FALLBACK",),
     )
     sessions: SessionConfig = field(default_factory=SessionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -295,11 +295,18 @@ def _warnings(config: NodeConfig, environ: Mapping[str, str]) -> tuple[str, ...]
             f"ttl {fleet.ttl_s:g} s is less than 3 exchange intervals of {fleet.interval_s:g} s; "
             "two lost rounds make this node vanish"
         )
+    found.extend(
+        f"{name} is an earlier spelling of {one.variable}"
+        for one in SETTINGS.values()
+        for name in one.earlier
+        if environ.get(name) and name.startswith("KAKEYA_")
+    )
     known = {one.variable for one in SETTINGS.values()} | _OTHER_VARIABLES
+    earlier = {name for one in SETTINGS.values() for name in one.earlier}
     found.extend(
         f"environment variable {name} has no effect{nearest(name, known)}"
         for name in sorted(environ)
-        if name.startswith("KAKEYA_") and name not in known
+        if name.startswith("KAKEYA_") and name not in known | earlier
     )
     periods = (
         ("precache.keep_alive_s", config.precache.keep_alive_s, KEEP_ALIVE_LEAST_S),

@@ -48,10 +48,10 @@ class Sources:
     def _found(self, setting: Setting[object]) -> Iterator[tuple[str, object]]:
         if setting.flag in self.flags:
             yield setting.flag, self.flags[setting.flag]
-        text = self.environ.get(setting.variable, "")
-        if text:
-            parts = [part.strip() for part in text.split(",") if part.strip()]
-            yield setting.variable, parts if setting.repeats else text
+        for variable in (setting.variable, *setting.earlier):
+            if text := self.environ.get(variable, ""):
+                parts = [part.strip() for part in text.split(",") if part.strip()]
+                yield variable, parts if setting.repeats else text
         if setting.key in self.file:
             yield f"{self.file_name}: {setting.key}", self.file[setting.key]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 def default_folder(environ: Mapping[str, str], *, platform: str, home: Path) -> Path:
     """Return the data directory of a node without `--data-dir`."""
-    if environ.get("KAKEYA_HOME"):
-        return Path(environ["KAKEYA_HOME"]).expanduser()
+    if named := environ.get("KAKEYA_DATA_DIR") or environ.get("KAKEYA_HOME"):
+        return Path(named).expanduser()
     if platform == "darwin":
         return home / "Library" / "Application Support" / "kakeya"
     return Path(environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "kakeya"

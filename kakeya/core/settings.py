@@ -45,6 +45,8 @@ class Setting(Generic[Value]):
     key: str = ""
     flag: str = ""
     variable: str = ""
+    earlier: tuple[str, ...] = ()
+    """Variables that had its value in earlier versions: they still count, with a warning."""
 
     @property
     def repeats(self) -> bool:
@@ -56,15 +58,16 @@ class Setting(Generic[Value]):
 
         key       SECTION.FIELD; a field in bytes is set in MB: warm_bytes is adapters.warm_mb
         flag      --FIELD as in the key, singular where it repeats: fleet.peers is --peer
-        variable  KAKEYA_ and the flag, plural where it repeats; without a flag KAKEYA_ and the key
+        variable  KAKEYA_ and the words of the flag; without a flag KAKEYA_ and those of the key
         """
         key = self.key or f"{section}.{re.sub('_bytes$', '_mb', field_name)}"
         flag, plural = self.flag, "s" if self.repeats else ""
         if not flag and self.argument is not None:
             flag = "--" + key.partition(".")[2].removesuffix(plural).replace("_", "-")
-        words = flag.removeprefix("--") + plural if flag else key
-        variable = self.variable or "KAKEYA_" + re.sub("[-.]", "_", words).upper()
-        return replace(self, key=key, flag=flag, variable=variable)
+        words = flag.removeprefix("--") if flag else key
+        variable = "KAKEYA_" + re.sub("[-.]", "_", words).upper()
+        earlier = (*self.earlier, *((variable + plural.upper(),) if flag and plural else ()))
+        return replace(self, key=key, flag=flag, variable=variable, earlier=earlier)
 
 
 def setting(
@@ -75,9 +78,10 @@ def setting(
     argument: str | None = None,
     key: str = "",
     flag: str = "",
-    variable: str = "",
+    earlier: tuple[str, ...] = (),
 ) -> Value:
-    """Make a field of a config class that can be set; names are given only against the rule."""
+    """Make a field of a config class that can be set; a key and a flag are given only against the
+    rule, and `earlier` are variables of earlier versions."""
     said = Setting(
         meaning=meaning,
         parse=parse,
@@ -85,7 +89,7 @@ def setting(
         argument=argument,
         key=key,
         flag=flag,
-        variable=variable,
+        earlier=earlier,
     )
     return field(default=default, metadata={METADATA: said})
 

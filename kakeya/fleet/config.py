@@ -38,7 +38,7 @@ class FleetConfig:
         "CIDR ranges, beside the private ones, whose addresses gossip may dial",
         Several(network),
         (),
-        variable="KAKEYA_NETWORKS",
+        earlier=("KAKEYA_NETWORKS",),
     )
     peers: tuple[str, ...] = setting(
         "gRPC address of another node; any number of times",

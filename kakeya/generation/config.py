@@ -80,7 +80,7 @@ class ModelsConfig:
         text,
         "",
         key="models.llama_server",
-        variable="KAKEYA_LLAMA_SERVER",
+        earlier=("KAKEYA_LLAMA_SERVER",),
     )
 
     rows: int = setting(

@@ -9,7 +9,7 @@ from kakeya.core.settings import Illegal, Several, megabytes, none_if_zero, numb
 from kakeya.generation.manifest import MOST_MB, MOST_WARM_S, Category, Manifest
 from kakeya.memory.arbiter.policy import RESERVE_BYTES
 from kakeya.memory.arbiter.resident import DIFFUSION, TEXT_TARGET, VISION, Warmth
-from kakeya.memory.leases.place import VARIABLE, lease_store_url
+from kakeya.memory.leases.place import EARLIER, lease_store_url
 
 _STAY_WARM_S = {Category.VISION: VISION.stay_warm_s, Category.DIFFUSION: DIFFUSION.stay_warm_s}
 """Of categories that do not stay as `stay_warm_s` says."""
@@ -40,7 +40,7 @@ class MemoryConfig:
         None,
         argument="MB",
         flag="--memory-budget",
-        variable="KAKEYA_MEMORY_BUDGET_MB",
+        earlier=("KAKEYA_MEMORY_BUDGET_MB",),
     )
     reserve_bytes: int = setting(
         "left to the system and other programs when no budget is given",
@@ -74,7 +74,7 @@ class MemoryConfig:
         _lease_store,
         "",  # a file in the data directory
         key="leases.store",
-        variable=VARIABLE,
+        earlier=(EARLIER,),
     )
 
     def __post_init__(self) -> None:

@@ -16,12 +16,12 @@ class SessionConfig:
         "the most sessions at the same time",
         whole(1, 100_000, "sessions"),
         CAPACITY,
-        variable="KAKEYA_SESSION_CAPACITY",
+        earlier=("KAKEYA_SESSION_CAPACITY",),
     )
     idle_ttl_s: float = setting(
         "how long a session without a call is kept",
         number(1, 7 * 86400, "seconds"),
         IDLE_TTL_S,
         key="sessions.idle_ttl",
-        variable="KAKEYA_SESSION_IDLE_TTL",
+        earlier=("KAKEYA_SESSION_IDLE_TTL",),
     )

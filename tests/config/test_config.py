@@ -47,7 +47,7 @@ def test_a_flag_beats_the_environment_and_that_beats_the_file(tmp_path: Path) ->
 
 def test_repeated_flags_and_comma_variables_become_tuples() -> None:
     assert load(["--peer", "a:1", "--peer", "b:2"], {}).fleet.peers == ("a:1", "b:2")
-    assert load([], {"KAKEYA_PEERS": "a:1, b:2"}).fleet.peers == ("a:1", "b:2")
+    assert load([], {"KAKEYA_PEER": "a:1, b:2"}).fleet.peers == ("a:1", "b:2")
 
 
 def test_a_named_proposer_alone_serves_no_verifier() -> None:
@@ -137,9 +137,9 @@ def test_a_wrong_variable_is_named() -> None:
 
 
 def test_risky_and_unknown_values_are_warned_about() -> None:
-    warnings = load(["--ttl", "20", "--exchange-interval", "10"], {"KAKEYA_PEER": "a:1"}).warnings
+    warnings = load(["--ttl", "20", "--exchange-interval", "10"], {"KAKEYA_PER": "a:1"}).warnings
     assert any("3 exchange intervals" in warning for warning in warnings)
-    assert any("KAKEYA_PEER " in text and "KAKEYA_PEERS" in text for text in warnings)
+    assert any("KAKEYA_PER " in text and "KAKEYA_PEER" in text for text in warnings)
 
 
 def test_insecure_lan_opens_other_addresses() -> None:
@@ -243,11 +243,31 @@ def test_a_label_is_printable_and_short() -> None:
 
 def test_names_follow_from_the_field() -> None:
     for key, flag, variable in (
-        ("fleet.peers", "--peer", "KAKEYA_PEERS"),
+        ("fleet.peers", "--peer", "KAKEYA_PEER"),
         ("listen.insecure_lan", "--insecure-lan", "KAKEYA_INSECURE_LAN"),
         ("memory.reserve_mb", "", "KAKEYA_MEMORY_RESERVE_MB"),
     ):
         assert (SETTINGS[key].flag, SETTINGS[key].variable) == (flag, variable)
+
+
+def test_each_name_in_the_help_is_a_variable_too() -> None:
+    for one in SETTINGS.values():
+        words = (one.flag.removeprefix("--") or one.key).replace("-", "_").replace(".", "_")
+        assert one.variable == f"KAKEYA_{words.upper()}"
+    spelled = [name for one in SETTINGS.values() for name in (one.variable, *one.earlier)]
+    assert len(spelled) == len(set(spelled))
+
+
+def test_spellings_of_earlier_versions_count_with_a_warning() -> None:
+    found = load([], {"KAKEYA_PEERS": "a:1,b:2", "KAKEYA_LEASE_STORE": "redis://h/0"})
+    assert (found.fleet.peers, found.memory.lease_store) == (("a:1", "b:2"), "redis://h/0")
+    assert found.warnings == (
+        "KAKEYA_PEERS is an earlier spelling of KAKEYA_PEER",
+        "KAKEYA_LEASE_STORE is an earlier spelling of KAKEYA_LEASES_STORE",
+    )
+    both = load([], {"KAKEYA_PEERS": "a:1", "KAKEYA_PEER": "b:2"})
+    assert both.fleet.peers == ("b:2",)
+    assert load([], {"MODEL_BOSS_ALLOW_CLOUD_FALLBACK": "false"}).warnings == ()
 
 
 def test_the_list_of_settings_has_all_keys() -> None:

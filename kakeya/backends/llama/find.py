@@ -11,7 +11,7 @@ from kakeya.core.errors import ConfigError
 from kakeya.core.folders import cache_folder
 
 PROGRAM = "llama-server"
-VARIABLE = "KAKEYA_LLAMA_SERVER"
+VARIABLE = "KAKEYA_MODELS_LLAMA_SERVER"
 
 
 def built_server(environ: Mapping[str, str], home: Path) -> Path:

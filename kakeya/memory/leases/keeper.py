@@ -251,7 +251,7 @@ def lease_keeper(
         except OSError as problem:
             event(
                 _log,
-                "lease store not saved; the command line has to be told by KAKEYA_LEASE_STORE",
+                "lease store not saved; the command line has to be told by KAKEYA_LEASES_STORE",
                 level=logging.WARNING,
                 problem=problem,
             )

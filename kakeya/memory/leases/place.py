@@ -19,7 +19,7 @@ from kakeya.core.files import write_atomically
 if TYPE_CHECKING:
     from kakeya.memory.leases.store import LeaseStore
 
-VARIABLE = "KAKEYA_LEASE_STORE"
+VARIABLE, EARLIER = "KAKEYA_LEASES_STORE", "KAKEYA_LEASE_STORE"
 URL_FILE = "leases.url"
 _LEAST_BUSY_S = 1.0
 """The least wait for other processes, which change the book within milliseconds."""
@@ -43,8 +43,8 @@ def open_lease_store(folder: Path, url: str = "", *, wait_s: float = float("inf"
 
 def chosen_url(folder: Path, environ: Mapping[str, str]) -> str:
     """The store that the environment names, else that of the last node. Blocks."""
-    if environ.get(VARIABLE):
-        return environ[VARIABLE]
+    if named := environ.get(VARIABLE) or environ.get(EARLIER):
+        return named
     try:
         return (folder / URL_FILE).read_text().strip()
     except FileNotFoundError:
