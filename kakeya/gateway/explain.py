@@ -78,10 +78,15 @@ class ExplainRoute:
         """The nodes that have KV of the request and its answer now, the one with the most first."""
         if self._held is None:
             return []
-        history = unpack_ids(record.history)
-        cuts = (*record.cuts, record.prompt_tokens)
-        held = await self._held(record.model_id, record.owner, history, cuts)
-        found = sorted(held.items(), key=lambda one: -one[1])
+        history, prompt = unpack_ids(record.history), unpack_ids(record.prompt)
+        cuts = (*record.cuts, len(prompt))
+        # A prompt's KV is kept with its end, so it is not found as a part of what follows it.
+        held, began = await asyncio.gather(
+            self._held(record.model_id, record.owner, history, cuts),
+            self._held(record.model_id, record.owner, prompt, record.cuts),
+        )
+        most = {node: max(n, began.get(node, 0)) for node, n in held.items()}
+        found = sorted(most.items(), key=lambda one: -one[1])
         return [{"node": node, "tokens": n, "of": len(history)} for node, n in found if n]
 
 

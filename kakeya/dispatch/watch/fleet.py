@@ -27,8 +27,8 @@ GATHER_S = 0.1
 """What changes within it is told together."""
 AGAIN_S, UNABLE_S = 5.0, 60.0
 """Until a peer is called again that broke off, or is of a build that tells nothing."""
-MOST_WATCHED = 16
-"""Peers that are called: on a shelf of ten, all. Of the others their cards are told."""
+MOST_WATCHED = 32
+"""Peers that are called, of those that are not in doubt. Of others their cards are told."""
 FleetNews = dict[str, Json]
 """Changed sections by node id; a section that is gone is None."""
 
@@ -136,7 +136,7 @@ class FleetWatch:
         for node_id in self._calls.keys() - live.keys():
             self._calls[node_id].cancel()
         for peer in live.values():
-            if peer.node_id not in self._calls:
+            if peer.node_id not in self._calls and not peer.is_suspect:
                 call = asyncio.create_task(self._call(peer), name=f"watch of {peer.node_id}")
                 self._calls[peer.node_id] = call
                 call.add_done_callback(partial(self._ended, peer.node_id))

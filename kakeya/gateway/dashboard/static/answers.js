@@ -4,7 +4,7 @@
 
 import { bytes, clock, count, joined, median, percent, seconds, speed, sum } from "./dom.js";
 
-const SLOW = 0.75;
+const SLOW = 0.7;
 const USUAL_RTT_MS = { loopback: 5, thunderbolt: 3, lan: 10, tailscale: 60, public: 150 };
 const KINDS = { loopback: "local", thunderbolt: "Thunderbolt", lan: "LAN", tailscale: "Tailscale", public: "internet" };
 
@@ -42,10 +42,10 @@ function linkOf(card) {
   const rtt = card.route?.rtt_ms || card.rtt_ms || way?.rtt_ms || null;
   const usual = USUAL_RTT_MS[kind];
   const reasons = [];
-  if (card.is_suspect) reasons.push(["bad", "it does not answer this node now"]);
-  if (card.doubt === "asymmetric") reasons.push(["warn", "others reach it, and this node does not"]);
-  if (card.route?.is_downgraded) reasons.push(["warn", `its better link, ${KINDS[card.route.best] ?? card.route.best}, does not answer`]);
-  if (usual && rtt > 3 * usual) reasons.push(["warn", `a round trip takes ${rtt.toFixed(1)} ms, and over ${KINDS[kind]} usually less than ${usual} ms`]);
+  if (card.is_suspect) reasons.push(["bad", "it does not answer this node now", "no answer"]);
+  if (card.doubt === "asymmetric") reasons.push(["warn", "others reach it, and this node does not", "not reached"]);
+  if (card.route?.is_downgraded) reasons.push(["warn", `its better link, ${KINDS[card.route.best] ?? card.route.best}, does not answer`, "worse link"]);
+  if (usual && rtt > 3 * usual) reasons.push(["warn", `a round trip takes ${rtt.toFixed(1)} ms, and over ${KINDS[kind]} usually less than ${usual} ms`, "slow link"]);
   const tone = reasons.some(([one]) => one === "bad") ? "bad" : reasons.length ? "warn" : "";
   return { kind, said: KINDS[kind] ?? (kind || "unknown link"), rtt, reasons, tone, address: card.route?.address ?? card.grpc_address };
 }
@@ -53,10 +53,10 @@ function linkOf(card) {
 function problemsOf(node) {
   const found = [];
   if (node.link?.tone) found.push(...node.link.reasons);
-  if (node.told.node?.not_serving) found.push(["bad", node.told.node.not_serving]);
+  if (node.told.node?.not_serving) found.push(["bad", node.told.node.not_serving, "not serving"]);
   const level = node.memory?.level;
-  if (level && level !== "nominal") found.push([level === "critical" ? "bad" : "warn", `memory pressure is ${level}, by ${node.memory.source}`]);
-  for (const one of node.models) if (one.state === "failed") found.push(["bad", `${one.model_id} is not served: ${one.error}`]);
+  if (level && level !== "nominal") found.push([level === "critical" ? "bad" : "warn", `memory pressure is ${level} (${node.memory.source})`, `pressure ${level}`]);
+  for (const one of node.models) if (one.state === "failed") found.push(["bad", `${one.model_id} is not served: ${one.error}`, `${one.model_id} failed`]);
   return found;
 }
 
@@ -66,6 +66,8 @@ function recentOf(nodes) {
   return all.sort((a, b) => b.ended_at - a.ended_at);
 }
 
+const named = (nodes) => joined([...nodes.slice(0, 3).map((node) => node.name), ...(nodes.length > 3 ? [count(nodes.length - 3, "other")] : [])]);
+
 export function headline(fleet) {
   const { nodes, own } = fleet;
   if (!own) return { lead: "Reading the fleet…", rest: "", tone: "" };
@@ -74,8 +76,8 @@ export function headline(fleet) {
   const running = sum(nodes.map((node) => node.running)), waiting = sum(nodes.map((node) => node.waiting.length));
   const work = running || waiting ? `${count(running, "answer")} being made${waiting ? `, ${count(waiting, "request")} waiting` : ""}` : "idle";
   const rest = `${count(nodes.length, "node")}, ${work}.`;
-  if (silent.length) return { lead: `${joined(silent.map((node) => node.name))} ${silent.length > 1 ? "do" : "does"} not answer.`, rest, tone: "bad" };
-  if (troubled.length) return { lead: `${joined(troubled.map((node) => node.name))} ${troubled.length > 1 ? "need" : "needs"} a look.`, rest, tone: "warn" };
+  if (silent.length) return { lead: `${named(silent)} ${silent.length > 1 ? "do" : "does"} not answer.`, rest, tone: "bad" };
+  if (troubled.length) return { lead: `${named(troubled)} ${troubled.length > 1 ? "need" : "needs"} a look.`, rest, tone: "warn" };
   const loading = nodes.flatMap((node) => node.loading.map((one) => `${one.model_id} on ${node.name}`));
   if (loading.length) return { lead: `Loading ${joined(loading.slice(0, 2))}.`, rest, tone: "" };
   return { lead: "All is well.", rest, tone: "good" };

@@ -44,7 +44,17 @@ export function startChat(root, { call, eventsOf, fleet }) {
     receipt.total = (performance.now() - began) / 1000;
     turn.receipt = receipt;
     show();
-    receipt.told = await call(`/api/v1/requests/${encodeURIComponent(receipt.id)}`).then((one) => one.json()).catch(() => null);
+    explained(receipt.id).then((told) => { receipt.told = told; show(); });
+  }
+
+  /** What the node tells of a request: its record is written a moment after the end of its answer. */
+  async function explained(id) {
+    for (const pause_ms of [0, 250, 1000, 3000]) {
+      await new Promise((done) => setTimeout(done, pause_ms));
+      const told = await call(`/api/v1/requests/${encodeURIComponent(id)}`).then((one) => one.json()).catch(() => null);
+      if (told?.waits_s) return told;
+    }
+    return null;
   }
 
   async function names() {
@@ -101,12 +111,12 @@ const pieces = (text) => text.split(/```/).map((piece, i) => i % 2 ? h("pre", {}
 
 function receiptOf({ id, task, first, total, model, usage, told }, fleet) {
   const badge = (...text) => h("span", { class: "badge" }, ...text);
-  const node = told?.routes?.at(-1)?.node ?? fleet.own?.id;
+  const node = told && (told.routes.at(-1)?.node ?? fleet.own?.id);
   const waited = told?.waits_s && (told.waits_s.load ?? 0) + (told.waits_s.queue ?? 0);
   const cached = usage?.prompt_tokens_details?.cached_tokens, account = usage?.kakeya;
   const made = usage?.completion_tokens, spent = total - (first ?? total);
   return h("div", { class: "receipt" },
-    badge(told?.backend ? `by ${told.backend}` : `on ${fleet.nameOf(node)}`),
+    told && badge(told.backend ? `by ${told.backend}` : `on ${fleet.nameOf(node)}`),
     task && badge(`${task.split(";")[0]}: ${model}`),
     waited !== undefined && waited !== null && badge(`waited ${seconds(waited)}`),
     first !== null && badge(`first word in ${seconds(first)}`),

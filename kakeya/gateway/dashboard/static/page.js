@@ -6,7 +6,7 @@ import { h, morphChildren } from "./dom.js";
 import * as views from "./views.js";
 
 const AGAIN_S = [0.5, 1, 2, 5, 10];
-const VIEWS = [["", "Fleet"], ["requests", "Requests"], ["memory", "Memory"], ["models", "Models"], ["leases", "Leases"], ["events", "Events"], ["settings", "Settings"], ["chat", "Chat"]];
+const VIEWS = [["", "Fleet"], ["chat", "Chat"], ["requests", "Requests"], ["memory", "Memory"], ["models", "Models"], ["leases", "Leases"], ["events", "Events"], ["settings", "Settings"]];
 const KEY = "kakeya.key", THEME = "kakeya.theme";
 const find = (id) => document.getElementById(id);
 
@@ -109,7 +109,12 @@ const actions = {
     for (const one of records) {
       if (actions.warmth.has(one.id)) continue;
       actions.warmth.set(one.id, null);
-      call(`/api/v1/requests/${encodeURIComponent(one.id)}`).then((answer) => answer.json()).then((told) => { actions.warmth.set(one.id, told.warm ?? []); show(); }, () => actions.warmth.set(one.id, []));
+      call(`/api/v1/requests/${encodeURIComponent(one.id)}`).then((answer) => answer.json()).then((told) => {
+        actions.warmth.set(one.id, told.warm ?? []);
+        // What an engine has just computed is counted a moment later.
+        if (!told.warm?.length && Date.now() / 1000 - one.ended_at < 30) setTimeout(() => { actions.warmth.delete(one.id); show(); }, 3000);
+        show();
+      }, () => actions.warmth.set(one.id, []));
     }
   },
 };

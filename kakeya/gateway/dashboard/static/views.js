@@ -8,6 +8,7 @@ const DENSE = 20;
 const nodeLink = (node) => h("a", { href: `#/node/${encodeURIComponent(node.id)}` }, node.name);
 const requestLink = ({ id, ended_at }) => h("a", { href: `#/request/${encodeURIComponent(id)}`, class: "number", "data-key": id }, ended_at ? clock(ended_at) : id.slice(-8));
 const badge = (tone, ...text) => h("span", { class: `badge ${tone}` }, ...text);
+const HIDDEN = new Set(["node_id", "address", "request_id"]);
 const panel = (title, ...inside) => h("section", { class: "panel" }, h("h2", {}, title), ...inside);
 const empty = (text) => h("p", { class: "empty" }, text);
 
@@ -55,7 +56,7 @@ function rateOf(fleet, node) {
 }
 
 function badges(node) {
-  const found = node.problems.slice(0, 1).map(([tone, text]) => badge(tone, text.length > 34 ? `${text.slice(0, 33)}…` : text));
+  const found = node.problems.slice(0, 1).map(([tone, , short]) => badge(tone, short));
   if (node.running) found.push(badge("good", `${node.running} answering`));
   if (node.waiting.length) found.push(badge("warn", `${node.waiting.length} waiting`));
   for (const one of node.pulls) found.push(badge("accent", `${one.phase} ${one.name}${one.bytes ? ` ${percent(one.done_bytes / one.bytes)}` : ""}`));
@@ -68,7 +69,7 @@ function badges(node) {
 const milliseconds = (rtt) => `${rtt < 10 ? rtt.toFixed(1) : Math.round(rtt)} ms`;
 const wireText = ({ said, rtt }) => rtt ? `${said} · ${milliseconds(rtt)}` : said;
 
-function tile(fleet, node, at) {
+function tile(fleet, node, at, isDense = false) {
   const tone = toneOf(node), memory = node.memory;
   return h("li", { "data-key": node.id }, h("a", {
     class: `tile ${node.isSelf ? "self" : ""} ${tone === "bad" || tone === "warn" ? tone : ""}`,
@@ -76,7 +77,7 @@ function tile(fleet, node, at) {
   },
     h("span", { class: "name" }, h("i", { class: `state ${tone}` }), h("b", {}, node.name), h("span", { class: "unseen" }, `, ${SAID[tone]}`), h("span", { class: "soft" }, node.isSelf ? "this node" : rateOf(fleet, node))),
     memory ? bar(node) : h("div", { class: "bar" }),
-    h("span", { class: "row" }, h("span", {}, served(node)), h("span", { class: "number" }, memory ? `${bytes(memory.committed_bytes)} of ${bytes(memory.budget_bytes)}` : bytes(node.card.memory_bytes))),
+    h("span", { class: "row" }, h("span", {}, served(node)), h("span", { class: "number" }, memory ? isDense ? percent(share(node)) : `${bytes(memory.committed_bytes)} of ${bytes(memory.budget_bytes)}` : bytes(node.card.memory_bytes))),
     node.link && h("span", { class: `wire ${node.link.tone}` }, wireText(node.link)),
     h("span", { class: "badges" }, badges(node))));
 }
@@ -86,7 +87,7 @@ export function picture(fleet) {
   const { nodes, own } = fleet;
   const peers = nodes.filter((node) => node !== own);
   const isRound = peers.length > 0 && peers.length <= MOST_ROUND;
-  if (!isRound) return h("div", { class: `picture ${nodes.length > DENSE ? "dense" : ""}` }, h("ul", { class: "tiles", "aria-label": "Nodes" }, nodes.map((node) => tile(fleet, node, {}))));
+  if (!isRound) return h("div", { class: `picture ${nodes.length > DENSE ? "dense" : ""}` }, h("ul", { class: "tiles", "aria-label": "Nodes" }, nodes.map((node) => tile(fleet, node, {}, nodes.length > DENSE))));
   const tall = peers.length <= 2 ? 150 : peers.length <= 4 ? 430 : 560;
   const spot = (i) => {
     const angle = Math.PI + (2 * Math.PI * i) / peers.length;
@@ -145,7 +146,7 @@ function timeline(events, named, nameOf = (id) => id) {
   return h("ol", { class: "timeline" }, events.map((one) => h("li", {},
     h("time", {}, clock(one.at)),
     h("span", { class: one.level === "info" ? "" : "warn" }, named && [h("b", {}, one.node.name), " "], one.what, one.times > 1 && ` (${one.times} times)`),
-    h("span", { class: "more" }, Object.entries(one.fields).filter(([, value]) => value !== "" && value !== "-").map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "number" && !Number.isInteger(value) ? value.toFixed(2) : nameOf(value)}`).join(" · ")))));
+    h("span", { class: "more" }, Object.entries(one.fields).filter(([key, value]) => !HIDDEN.has(key) && value !== "" && value !== "-").map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "number" && !Number.isInteger(value) ? value.toFixed(2) : nameOf(value)}`).join(" · ")))));
 }
 
 const reasonList = (reasons) => reasons.length ? h("ul", { class: "reasons" }, reasons.map(([tone, text]) => h("li", { class: tone }, text))) : null;
@@ -308,18 +309,16 @@ export function modelsView(fleet, actions) {
     h("h1", { class: "lead" }, `Models of ${own.name}`),
     h("p", { class: "soft" }, "A model is loaded by its first request and leaves memory when others need the room; that is seldom a thing to do by hand."),
     actions.failed && h("ul", { class: "warnings", role: "alert" }, h("li", {}, actions.failed)),
-    h("div", { style: { "margin-top": "18px" } }, panel("Served", table(["model", "role", "state", "#running", "#waiting", "#context", "do"], own.models.map((one) => [
-      one.model_id, one.role, [stateOf(one), one.load && h("span", { class: "soft small" }, ` ${Object.values(one.load).filter((value) => typeof value === "string").join(", ")}`)], one.running ?? "", one.waiting ?? "", one.context_tokens?.toLocaleString("en") ?? "",
-      one.manifest ? inMemory.has(one.model_id) ? act("Unload", "unload", one.model_id) : act("Load", "load", one.model_id) : "",
+    h("div", { style: { "margin-top": "18px" } }, panel("Served", table(["model", "action", "role", "state", "#running", "#waiting", "#context"], own.models.map((one) => [
+      one.model_id, one.manifest ? inMemory.has(one.model_id) ? act("Unload", "unload", one.model_id) : act("Load", "load", one.model_id) : "", one.role, [stateOf(one), one.load && h("span", { class: "soft small" }, ` ${Object.values(one.load).filter((value) => typeof value === "string").join(", ")}`)], one.running ?? "", one.waiting ?? "", one.context_tokens?.toLocaleString("en") ?? "",
     ]), "It serves no model."))),
     own.pulls.length > 0 && panel("Downloads", own.pulls.map((one) => h("div", {},
       h("p", {}, h("b", {}, one.name), ` ${one.phase}, ${bytes(one.done_bytes)}${one.bytes ? ` of ${bytes(one.bytes)}` : ""}, ${bytes(one.bytes_per_second)}/s ${one.sources.length ? `from ${joined(one.sources)}` : ""} ${one.note}`),
       h("progress", { max: one.bytes || 1, value: one.done_bytes, "aria-label": `Download of ${one.name}` }), act("Stop", "stop", one.name)))),
     panel("On the disks of the fleet",
       h("form", { class: "line", style: { "margin-bottom": "10px" }, onsubmit: pull }, h("label", { class: "unseen", for: "pull" }, "Model to pull"), h("input", { id: "pull", name: "model", required: true, placeholder: "Name in the list, or ORG/NAME of the hub" }), h("button", {}, "Pull")),
-      files ? table(["model", "#size", "here", "at peers", "do"], files.data.map((one) => [
-        one.id, bytes(one.bytes), one.path ? [one.is_pulled ? "pulled" : "yes", one.is_kept && "kept", one.loaded_as ? "loaded" : one.configured_as && "configured"].filter(Boolean).join(", ") : "no", joined([...one.peers, ...one.fetching.map((name) => `${name} (comes)`)]),
-        !one.path ? act("Pull", "pull", one.id) : one.is_pulled ? act("Remove", "remove", one.id, {}, "danger") : "",
+      files ? table(["model", "action", "#size", "here", "at peers"], files.data.map((one) => [
+        one.id, !one.path ? act("Pull", "pull", one.id) : one.is_pulled ? act("Remove", "remove", one.id, {}, "danger") : "", bytes(one.bytes), one.path ? [one.is_pulled ? "pulled" : "yes", one.is_kept && "kept", one.loaded_as ? "loaded" : one.configured_as && "configured"].filter(Boolean).join(", ") : "no", joined([...one.peers, ...one.fetching.map((name) => `${name} (comes)`)]),
       ]), "No model lies on the disks of this node and its peers.") : empty("Reading…")),
     panel("Adapters", table(["adapter", "base", "on", "#slots", "#uses"], adapterRows(fleet, names), "No adapter is registered. Register one with kakeya adapters add.")),
   ];

@@ -1,0 +1,311 @@
+"""The page in a real Chromium, over three real nodes: what a person sees, and in how many clicks.
+
+Needs the extra `browser` and a Chromium of the system. KAKEYA_SHOTS=FOLDER keeps screenshots there.
+Everything that the page answers has really happened: a model was evicted, a node was stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from kakeya.core.ids import ModelId
+from kakeya.fleet.cards.cards import CardRole, Offer, OfferedModel
+from kakeya.fleet.gossip.round import exchange_once
+from kakeya.fleet.view.registry import CapabilityRegistry
+from tests.node.nodes import QUICK, VERIFIER, NodeProcess, model_state, run_cli
+from tests.waiting import eventually
+
+pytest.importorskip("playwright", reason="needs the extra `browser`")
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
+]
+TOOLS = "kakeya-tiny-tools"
+WAIT_MS = 60_000
+MOST_REQUESTS, FIRST_PAINT_MS, SIMULATED = 10, 1000, 50
+AXE = Path(os.environ.get("KAKEYA_AXE", "node_modules/axe-core/axe.min.js"))
+"""What `npm install axe-core` brings."""
+VIEWS = ("", "requests", "memory", "models", "leases", "events", "settings", "ask/slow", "ask/warm")
+VIEWS += ("ask/memory", "ask/news", "ask/link", "chat")
+
+
+class Shelf:
+    """Three nodes, labelled mini-1 to mini-3; the first has two models and room for one."""
+
+    def __init__(self, nodes: list[NodeProcess]) -> None:
+        self.nodes = nodes
+        self.base = f"http://{nodes[0].http}"
+
+    async def chat(self, model: str = VERIFIER, node: int = 0, **more: object) -> dict[str, Any]:
+        body = {"model": model, "messages": [{"role": "user", "content": "Tell of the sea"}]}
+        async with httpx.AsyncClient(timeout=120) as client:
+            url = f"http://{self.nodes[node].http}/v1/chat/completions"
+            answer = await client.post(url, json={**body, "max_tokens": 24, **more})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf]:
+    folder = tmp_path_factory.mktemp("shelf")
+    async with AsyncExitStack() as stack:
+        nodes: list[NodeProcess] = []
+        for number in (1, 2, 3):
+            flags = ["--label", f"mini-{number}", "--model", VERIFIER, *QUICK]
+            flags += ["--peer", nodes[0].grpc] if nodes else []
+            if number == 1:
+                one_at_a_time = folder / "one.toml"
+                one_at_a_time.write_text("[models]\nrows = 1\n")
+                flags += ["--model", TOOLS, "--memory-budget", "300", "--config"]
+                flags.append(str(one_at_a_time))
+            node = NodeProcess(folder / f"mini-{number}", *flags)
+            nodes.append(await stack.enter_async_context(node))
+        for node in nodes:
+            await eventually("ready", lambda n=node: model_state(n, VERIFIER)["state"] == "ready")
+        yield Shelf(nodes)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        yield await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@asynccontextmanager
+async def opened(browser: Browser, shelf: Shelf, **how: Any) -> AsyncIterator[Page]:
+    """The page, freshly opened; any error of its scripts fails the test."""
+    context = await browser.new_context(viewport={"width": 1440, "height": 900}, **how)
+    page = await context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    expect.set_options(timeout=WAIT_MS)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: line.type == "error" and errors.append(line.text))
+    await page.goto(shelf.base)
+    await page.locator(".tile").first.wait_for()
+    yield page
+    assert errors == []
+    await context.close()
+
+
+async def ask(page: Page, question: str) -> str:
+    """One click from the first view to the answer of a question."""
+    await page.get_by_role("link", name=question).click()
+    await page.locator("#answer").wait_for()
+    return await page.locator("#answer").inner_text()
+
+
+async def keep(page: Page, name: str) -> None:
+    if folder := os.environ.get("KAKEYA_SHOTS"):
+        await page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+async def test_the_fleet_is_seen_with_labels_links_and_memory(
+    browser: Browser, shelf: Shelf
+) -> None:
+    async with opened(browser, shelf) as page:
+        for name in ("mini-1", "mini-2", "mini-3"):
+            await expect(page.locator(".tile", has_text=name)).to_contain_text(VERIFIER)
+        await expect(page.locator(".bar[role=img]")).to_have_count(3)
+        await expect(page.locator(".tag").first).to_contain_text("ms")
+        await page.locator(".tile", has_text="mini-2").click()
+        await expect(page.locator("main h1")).to_have_text("mini-2")
+        await expect(page.locator("main")).to_contain_text("Pressure")
+        await keep(page, "node")
+
+
+async def test_a_chat_streams_and_shows_a_receipt(browser: Browser, shelf: Shelf) -> None:
+    async with opened(browser, shelf) as page:
+        await page.get_by_label("Model or task").select_option(VERIFIER)
+        for turn in (1, 2):
+            await page.get_by_label("Message").fill("Tell me about the sea")
+            await page.keyboard.press("Enter")
+            receipt = page.locator(".receipt").nth(turn - 1)
+            await expect(receipt).to_contain_text("on mini-")
+            await expect(receipt).to_contain_text("cached")
+        await expect(receipt).to_contain_text("waited")
+        await keep(page, "chat")
+        await receipt.get_by_role("link", name="why").click()
+        await expect(page.locator("main")).to_contain_text("Prompt computed in")
+
+
+async def test_is_my_conversation_warm_and_where(browser: Browser, shelf: Shelf) -> None:
+    await shelf.chat(conversation_id="the-sea")
+    async with opened(browser, shelf) as page:
+        await expect(page.locator(".ask", has_text="conversation warm")).to_contain_text("Yes, on")
+        answer = await ask(page, "Is my conversation warm")
+        assert "mini-" in answer
+        await expect(page.locator("main table")).to_contain_text("the-sea")
+
+
+async def test_does_speculation_help(browser: Browser, shelf: Shelf) -> None:
+    await shelf.chat(max_tokens=120, messages=[{"role": "user", "content": "sea and " * 40}])
+    async with opened(browser, shelf) as page:
+        assert "tokens a step" in await ask(page, "Does speculation help")
+        await expect(page.locator(".reasons")).to_contain_text("steps of the model")
+
+
+async def test_what_was_evicted_and_why(browser: Browser, shelf: Shelf) -> None:
+    await shelf.chat(TOOLS)
+    await shelf.chat()
+    async with opened(browser, shelf) as page:
+        await expect(page.locator(".ask", has_text="What was evicted")).to_contain_text("mini-1")
+        assert "gave" in await ask(page, "What was evicted")
+        await expect(page.locator("main table")).to_contain_text(f"to {VERIFIER}")
+        await keep(page, "evicted")
+
+
+async def test_why_does_my_request_wait(browser: Browser, shelf: Shelf) -> None:
+    """The engine of a model that only one node has takes one at a time."""
+    async with opened(browser, shelf) as page:
+        asked = page.get_by_role("link", name="Why does my request wait")
+        await asked.click()
+
+        async def keep_asking() -> None:
+            while True:
+                await shelf.chat(TOOLS, max_tokens=400)
+
+        work = [asyncio.create_task(keep_asking()) for _ in range(4)]
+        try:
+            await expect(page.locator("#answer")).to_contain_text("for a place")
+            await expect(page.locator(".reasons li").first).to_contain_text("so far")
+        finally:
+            for one in work:
+                one.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+
+async def test_who_uses_the_memory(browser: Browser, shelf: Shelf) -> None:
+    async with opened(browser, shelf) as page:
+        assert "% full" in await ask(page, "Who uses the memory")
+        panel = page.locator(".panel", has_text="mini-2")
+        await expect(panel).to_contain_text(VERIFIER)
+        await expect(panel).to_contain_text("MiB")
+        await keep(page, "memory")
+
+
+async def test_a_model_is_unloaded_and_loaded_by_keyboard(browser: Browser, shelf: Shelf) -> None:
+    async with opened(browser, shelf) as page:
+        await page.get_by_role("link", name="Models").focus()
+        await page.keyboard.press("Enter")
+        row = page.locator("tr", has_text=VERIFIER).first
+        await expect(row.get_by_role("button")).to_be_enabled()
+        if await row.get_by_role("button", name="Load").count():
+            await row.get_by_role("button", name="Load").press("Enter")
+        await row.get_by_role("button", name="Unload").press("Enter")
+        await expect(row.get_by_role("button", name="Load", exact=True)).to_be_enabled()
+        await row.get_by_role("button", name="Load", exact=True).press("Enter")
+        await expect(row.get_by_role("button", name="Unload")).to_be_enabled()
+        await page.get_by_label("Model to pull").fill("nobody/has-it")
+        await page.keyboard.press("Enter")
+        await keep(page, "models")
+
+
+async def test_it_opens_fast_with_few_requests_in_the_dark_and_on_a_phone(
+    browser: Browser, shelf: Shelf
+) -> None:
+    """With 50 simulated nodes beside the real ones."""
+    await simulate(shelf.nodes[0].grpc)
+    context = await browser.new_context(color_scheme="dark")
+    page = await context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    await page.goto(shelf.base, wait_until="commit")
+    await page.locator(".tile").nth(SIMULATED + 2).wait_for(timeout=WAIT_MS)
+    paints = "performance.getEntriesByName('first-contentful-paint').map((one) => one.startTime)"
+    (paint_ms,) = await page.evaluate(paints)
+    print(f"first paint {paint_ms:.0f} ms, {len(asked)} requests")
+    assert len(asked) <= MOST_REQUESTS, asked
+    await keep(page, "dense-dark")
+    await page.set_viewport_size({"width": 390, "height": 844})
+    wide = await page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= 390
+    await keep(page, "phone")
+    await context.close()
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    assert paint_ms < FIRST_PAINT_MS or load > 1, "within a second on a machine that is free"
+
+
+async def simulate(address: str) -> None:
+    """Tell a node the cards of nodes that are no processes."""
+    for number in range(SIMULATED):
+        models = (OfferedModel(ModelId(VERIFIER), CardRole.VERIFIER, tokens_per_second=40.0),)
+        offer = Offer(
+            grpc_address=f"127.0.0.1:{20000 + number}",
+            label=f"sim-{number + 1}",
+            platform="macos-arm64",
+            unified_memory_bytes=16 << 30,
+            models=models,
+        )
+        registry = CapabilityRegistry(
+            f"sim-{number}", offer, now=time.time(), mono=time.monotonic()
+        )
+        done = await exchange_once(registry, [address], rng=random.Random(number))
+        assert not done.errors
+
+
+async def test_axe_finds_no_serious_fault(browser: Browser, shelf: Shelf) -> None:
+    if not AXE.exists():
+        pytest.skip("axe-core is not here: npm install axe-core, or KAKEYA_AXE=FILE")
+    source = AXE.read_text("utf-8")
+    found = {}
+    for scheme in ("light", "dark"):
+        async with opened(browser, shelf, color_scheme=scheme, bypass_csp=True) as page:
+            for view in VIEWS:
+                await page.goto(f"{shelf.base}/#/{view}")
+                await page.locator("main h1, .talk").first.wait_for()
+                await page.evaluate(source)
+                told = await page.evaluate("axe.run()")
+                for fault in told["violations"]:
+                    if fault["impact"] in ("serious", "critical"):
+                        targets = [one["target"] for one in fault["nodes"]][:3]
+                        found[scheme, view, fault["id"]] = targets
+    assert found == {}
+
+
+async def test_which_mac_is_slow_and_why(browser: Browser, shelf: Shelf) -> None:
+    data = shelf.nodes[1].log_file.parent / "data"
+    told = await asyncio.to_thread(run_cli, "pressure", "critical", "--data-dir", str(data))
+    assert told.returncode == 0, told.stderr
+    async with opened(browser, shelf) as page:
+        await expect(page.locator(".tile", has_text="mini-2")).to_contain_text("pressure")
+        answer = await ask(page, "Which Mac is slow")
+        assert answer != "None is: nothing holds a node up."
+        await expect(page.locator(".reasons")).to_contain_text("mini-2: memory pressure")
+        await keep(page, "slow")
+
+
+async def test_is_a_link_degraded_and_what_changed(browser: Browser, shelf: Shelf) -> None:
+    """The last test: it stops a node, as a Mac that sleeps does."""
+    shelf.nodes[2].send(signal.SIGSTOP)
+    try:
+        async with opened(browser, shelf) as page:
+            link = page.locator(".ask", has_text="Is a link degraded")
+            await expect(link).to_contain_text("mini-3")
+            assert "mini-3: it does not answer" in await ask(page, "Is a link degraded")
+            await keep(page, "link")
+            await page.get_by_role("link", name="Fleet").first.click()
+            assert "event" in await ask(page, "What changed in the last hour")
+            await expect(page.locator(".timeline")).to_contain_text("peer mini-3")
+            await keep(page, "news")
+    finally:
+        shelf.nodes[2].send(signal.SIGCONT)
