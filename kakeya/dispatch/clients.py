@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kakeya.core.errors import Refused
-from kakeya.core.figures import Json
+from kakeya.core.figures import Figure, Json, gauge
 from kakeya.generation.waiting import RequestWait, WaitTeller
 
 MOST_CLIENTS = 1024
@@ -189,6 +189,17 @@ class Clients:
             if one.is_idle and one is not found:
                 del self._clients[other]
         return found
+
+    def figures(self) -> Iterator[Figure]:
+        """Requests by state, and the clients that cool down."""
+        now, clients = self._mono(), self._clients.values()
+        requests = {
+            "waiting": sum(one.waiting for one in clients),
+            "answering": sum(one.running for one in clients),
+        }
+        yield gauge("kakeya_requests{state}", "Requests that are here, of all interfaces", requests)
+        cooling = sum(one.cooldown_mono > now for one in clients)
+        yield gauge("kakeya_clients_cooling_down", "Clients that are told to stay away", cooling)
 
     def status(self) -> Sequence[Json]:
         """The clients as JSON, the last that asked first."""

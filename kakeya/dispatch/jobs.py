@@ -212,14 +212,24 @@ class JobQueue:
         """The figures of all jobs."""
         jobs = [entry.job for entry in self._entries.values()]
         states = Counter(str(job.state) for job in jobs)
-        yield gauge("kakeya_jobs{state}", "Jobs", from_zero(states, JobState), "{}")
+        yield gauge(
+            "kakeya_jobs{state}",
+            "Jobs in the background by state",
+            from_zero(states, JobState),
+            "{}",
+        )
         ends = {str(state): count for state, count in self._ends.items()}
         possible = [state for state in JobState if state.is_end]
         yield counter("kakeya_jobs_ended{end}", "Jobs by end", from_zero(ends, possible))
         size = sum(job.size_bytes for job in jobs)
-        yield gauge("kakeya_jobs_bytes", "Requests and results of jobs", size, "bytes")
+        yield gauge("kakeya_jobs_bytes", "Bytes of requests and results of jobs", size, "bytes")
         failures = self._writer.failures.count
-        yield counter("kakeya_jobs_store_failures", "Writes that failed", failures, "failures")
+        yield counter(
+            "kakeya_jobs_store_failures",
+            "Writes of the file of jobs that failed",
+            failures,
+            "failures",
+        )
 
     @property
     def problem(self) -> str:

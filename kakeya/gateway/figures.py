@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 from kakeya.core.figures import Durations, Figure
+from kakeya.generation.frames import Usage
 from kakeya.generation.place_rate import LEAST_S
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -87,6 +88,12 @@ class HttpMetrics:
             ("model", "kind"),
             registry=registry,
         )
+        self._drafts = Counter(
+            "kakeya_http_draft_tokens",
+            "Draft tokens of generations: verified by the model, and accepted of these",
+            ("model", "outcome"),
+            registry=registry,
+        )
         self._abandoned = Counter(
             "kakeya_http_abandoned",
             "Generations that were stopped because the client left",
@@ -125,9 +132,14 @@ class HttpMetrics:
         """Count the delay to the first token."""
         self._first_text.labels(model).observe(seconds)
 
-    def generation_ended(self, model: str, completion_tokens: int, *, is_abandoned: bool) -> None:
-        """Count an output, whole or abandoned."""
+    def generation_ended(
+        self, model: str, completion_tokens: int, *, is_abandoned: bool, usage: Usage | None = None
+    ) -> None:
+        """Count an output, whole or abandoned; `usage` None = its drafts are not known."""
         self._tokens.labels(model, "completion").inc(completion_tokens)
+        if usage is not None:
+            self._drafts.labels(model, "verified").inc(usage.verified)
+            self._drafts.labels(model, "accepted").inc(usage.accepted)
         if is_abandoned:
             self._abandoned.labels(model).inc()
 
@@ -136,6 +148,8 @@ class HttpMetrics:
         for model in self._models():
             self._tokens.labels(model, "prompt")
             self._tokens.labels(model, "completion")
+            self._drafts.labels(model, "verified")
+            self._drafts.labels(model, "accepted")
             self._abandoned.labels(model)
             self._first_text.labels(model)
         return generate_latest(self._registry)

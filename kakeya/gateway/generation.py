@@ -169,7 +169,10 @@ class Generations:
             self._turn_ended(job)
         finally:
             self._metrics.generation_ended(
-                model_id, answer.completion_tokens, is_abandoned=answer.finish_reason is None
+                model_id,
+                answer.completion_tokens,
+                is_abandoned=answer.finish_reason is None,
+                usage=answer.usage,
             )
             self._remember(job)
 

@@ -1,6 +1,6 @@
 """Figures of the memory ledger, and the tables that status shows beside them.
 
-`docs/memory-dashboard.json` draws the figures and `docs/memory-alerts.json` watches them; a test
+`docs/dashboard.json` draws the figures and `docs/alerts.json` watches them; a test
 holds both against the names made here. Ages are in seconds, sizes in bytes.
 """
 
@@ -118,7 +118,7 @@ def memory_figures(ledger: Snapshot, *, is_careful: bool = False) -> Iterator[Fi
     """Budget, residents, tenants and foreign holders at one moment."""
     yield gauge(
         "kakeya_memory_bytes{state}",
-        "The ledger's totals",
+        "Totals of the memory ledger",
         {
             "budget": ledger.budget_bytes,
             "committed": ledger.committed_bytes,
@@ -130,7 +130,7 @@ def memory_figures(ledger: Snapshot, *, is_careful: bool = False) -> Iterator[Fi
     if ledger.available_bytes is not None:
         yield gauge(
             "kakeya_memory_available_bytes",
-            "What the machine can still give",
+            "Bytes that the machine can still give",
             ledger.available_bytes,
         )
     yield gauge("kakeya_memory_pressure_level", "0 nominal, 1 low, 2 critical", ledger.level.value)
@@ -139,7 +139,7 @@ def memory_figures(ledger: Snapshot, *, is_careful: bool = False) -> Iterator[Fi
     yield from _residents(ledger.residents)
     yield gauge(
         "kakeya_memory_tenant_bytes{tenant,kind}",
-        "Caches, pages, sessions",
+        "Bytes of caches, pages and sessions",
         {
             (tenant.name, kind): size
             for tenant in ledger.tenants
@@ -152,7 +152,7 @@ def memory_figures(ledger: Snapshot, *, is_careful: bool = False) -> Iterator[Fi
     )
     yield gauge(
         "kakeya_memory_foreign_bytes{holder}",
-        "Held outside the node's models",
+        "Bytes held outside of the node's models",
         ledger.foreign,
         "foreign.{}",
     )
@@ -162,7 +162,7 @@ def _residents(residents: tuple[Resident, ...]) -> Iterator[Figure]:
     by_label = {(one.key.model_key, one.key.capability, one.role.name): one for one in residents}
     yield gauge(
         "kakeya_memory_resident_bytes{model,capability,role,kind}",
-        "What was estimated before the load, and what is counted now",
+        "Bytes of a model: estimated before its load, and counted now",
         {
             (*labels, kind): size
             for labels, one in by_label.items()
@@ -175,7 +175,7 @@ def _residents(residents: tuple[Resident, ...]) -> Iterator[Figure]:
     )
     yield gauge(
         "kakeya_memory_resident_leases{model,capability,role}",
-        "Users now",
+        "Users of a model in memory at this moment",
         {labels: len(one.leases) for labels, one in by_label.items()},
     )
 

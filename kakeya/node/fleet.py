@@ -44,7 +44,7 @@ from kakeya.fleet.view.merging import LATENCY_S
 from kakeya.fleet.view.own_card import PATIENCE_ROUNDS
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.fleet.view.suspicion import Doubt
-from kakeya.node.figures import fleet_figures, gossip_figures, invite_figures, route_figures
+from kakeya.node import figures
 from kakeya.node.state import NodeState
 from kakeya.node.status import FleetStatus
 from kakeya.v1.fleet_pb2_grpc import (
@@ -256,14 +256,18 @@ class NodeFleet:
 
     def figures(self) -> Iterator[Figure]:
         """Figures of the fleet half."""
-        known = len(self.registry.snapshot(mono=self._clock.mono()))
-        suspects = len(self.registry.suspects())
-        yield from fleet_figures(known, suspects, self.gossip.stats, self.service.stats)
-        yield from gossip_figures(self.gossip.stats)
+        view = self.view(cards := self.registry.snapshot(mono=self._clock.mono()))
+        known, suspects = len(cards), len(view.suspects)
+        yield from figures.fleet_figures(known, suspects, view.gossip, self.service.stats)
+        yield from figures.gossip_figures(view.gossip)
+        names = {card.node_id: card.label or card.node_id for card in cards}
+        trips = {names[of]: ms / 1000 for of, ms in view.round_trips.items() if ms is not None}
+        skews = {names[of]: s for of, s in view.skews.items() if of in names}
+        yield from figures.peer_figures(self.gossip.news.counts, trips, skews)
         mdns = self.discovery.stats if self.discovery else None
         if self.membership is not None and self.membership.join_server is not None:
-            yield from invite_figures(self.membership.join_server.stats)
-        yield from route_figures(self.routes.downgrades, mdns)
+            yield from figures.invite_figures(self.membership.join_server.stats)
+        yield from figures.route_figures(self.routes.downgrades, mdns)
 
     def live_peers(self) -> Sequence[Card]:
         """The live cards of all nodes but this one."""

@@ -98,7 +98,10 @@ class Overview:
 
     def figures(self) -> Iterator[Figure]:
         """Figures of the floors below the gateway."""
+        yield from figures.node_figures(self.clock.mono() - self.started_mono, len(self.warnings()))
         yield from (*self.plane.figures(), *self.listeners.figures())
+        yield from (*self.services.clients.figures(), *self.relays.figures())
+        yield from self.rings.figures()
         yield from figures.model_figures(self.memory.engines.models())
         yield from self.memory.figures()
         yield from self.pages.figures()

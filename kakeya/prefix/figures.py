@@ -32,7 +32,9 @@ def prefix_figures(
     yield gauge(
         "kakeya_prefix_blocks{place}", "Blocks of KV by where they lie", blocks, "{}.blocks"
     )
-    yield gauge("kakeya_prefix_bytes{place}", "Bytes of these", sizes, "{}.bytes")
+    yield gauge(
+        "kakeya_prefix_bytes{place}", "Bytes of blocks of KV by where they lie", sizes, "{}.bytes"
+    )
     yield gauge(
         "kakeya_prefix_logits_bytes",
         "Logits behind whole prompts, in the agent's memory",
@@ -64,7 +66,11 @@ def prefix_figures(
         counts.waits,
         "waits",
     )
-    yield counter("kakeya_prefix_wait_seconds", "How long they waited together", counts.waited_s)
+    yield counter(
+        "kakeya_prefix_wait_seconds",
+        "Time that requests waited for blocks which another one computed",
+        counts.waited_s,
+    )
     yield counter(
         "kakeya_prefix_logits_reused",
         "Prompts whose first token was chosen from logits that were kept",
@@ -154,7 +160,7 @@ def warm_figures(slots: Mapping[str, SlotStatus], warmed: PrewarmStats) -> Itera
     )
     yield gauge(
         "kakeya_conversation_slots{model}",
-        "Slots",
+        "Slots for conversations",
         {one.model_id: one.parallel for one in slots.values()},
     )
     yield gauge(
@@ -164,7 +170,7 @@ def warm_figures(slots: Mapping[str, SlotStatus], warmed: PrewarmStats) -> Itera
     )
     yield counter(
         "kakeya_prewarms{outcome}",
-        "Prefixes by what became of them",
+        "Prefixes to be warmed, by what became of them",
         warmed.outcomes,
         "prewarms.{}",
     )
@@ -174,7 +180,9 @@ def warm_figures(slots: Mapping[str, SlotStatus], warmed: PrewarmStats) -> Itera
         {"cached": warmed.cached_tokens, "computed": warmed.computed_tokens},
         "{}_tokens",
     )
-    yield gauge("kakeya_prewarms_queued", "Prefixes that wait", warmed.queued, "queued")
+    yield gauge(
+        "kakeya_prewarms_queued", "Prefixes that wait to be warmed", warmed.queued, "queued"
+    )
     yield gauge("kakeya_prefixes_kept_warm", "Prefixes that are looked after", warmed.kept, "kept")
 
 

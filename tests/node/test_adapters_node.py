@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,9 +34,9 @@ from kakeya.node.memory import EngineSetup, NodeMemory
 from kakeya.node.pages import NodePages
 from kakeya.sessions.client import Client
 from tests.adapters.adapter_folders import tiny_adapter
-from tests.memory.scrapes import DOCS
 from tests.node.nodes import VERIFIER, NodeProcess, model_state, run_cli, verifier_node
 from tests.node.test_memory import TEXT_MODEL
+from tests.scrapes import ALERTS, DASHBOARD
 from tests.waiting import eventually
 
 TRAINED = Path(__file__).parents[1] / "adapters" / "trained"
@@ -269,7 +270,7 @@ async def test_a_session_keeps_its_adapter_over_turns_and_hears_when_it_was_remo
 
 
 @shared
-async def test_dashboards_and_rules_ask_for_what_a_running_node_exports(
+async def test_dashboard_and_rules_ask_for_what_a_running_node_exports(
     home: tuple[Path, NodeProcess],
 ) -> None:
     """Under the name that it has there. Which labels there are is held against each part's own
@@ -280,12 +281,25 @@ async def test_dashboards_and_rules_ask_for_what_a_running_node_exports(
     names = set()
     for family in text_string_to_metric_families(text):
         names |= {f"{family.name}{end}" for end in SERIES.get(family.type, ("",))}
-    files = sorted(DOCS.glob("*.json"))
-    assert len(files) == 4
-    for path in files:
-        asked = set(re.findall(r"kakeya_\w+", path.read_text("utf-8")))
-        assert asked, path.name
-        assert asked <= names, f"{path.name}: {sorted(asked - names)}"
+        assert len(family.documentation) > 10, family.name
+    for told in (DASHBOARD, ALERTS):
+        asked = set(re.findall(r"kakeya_\w+", json.dumps(told)))
+        assert len(asked) > 20
+        assert asked <= names, sorted(asked - names)
+
+
+@shared
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+async def test_prometheus_finds_no_fault_in_the_metrics(home: tuple[Path, NodeProcess]) -> None:
+    """Names with their units, help texts, no label twice."""
+    _, node = home
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{node.http}/metrics")).text
+    check = (str(shutil.which("promtool")), "check", "metrics")
+    ran = await asyncio.to_thread(
+        subprocess.run, check, input=text, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
 @asynccontextmanager

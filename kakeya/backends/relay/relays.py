@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -25,7 +25,7 @@ from kakeya.core.errors import (
     NotFound,
     PeerProtocol,
 )
-from kakeya.core.figures import Json
+from kakeya.core.figures import Figure, Json, counter, gauge
 from kakeya.core.log import event
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.waiting import RequestWait
@@ -255,6 +255,18 @@ class Relays:
     def status(self) -> list[Json]:
         """All backends."""
         return [relay.status() for relay in self._relays]
+
+    def figures(self) -> Iterator[Figure]:
+        """Backends that are no engines: whether they are well, and what they were asked."""
+        relays = {relay.name: relay for relay in self._relays}
+        well = {name: float(not relay.problem) for name, relay in relays.items()}
+        yield gauge("kakeya_backend_up{backend}", "1 while a backend has no problem", well)
+        running = {name: relay.running for name, relay in relays.items()}
+        yield gauge("kakeya_backend_running{backend}", "Requests at a backend now", running)
+        asked = {name: relay.requests for name, relay in relays.items()}
+        yield counter(
+            "kakeya_backend_requests{backend}", "Requests that a backend was asked", asked
+        )
 
     def problems(self) -> list[str]:
         """The problems of backends, a sentence each."""

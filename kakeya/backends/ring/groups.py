@@ -16,7 +16,8 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ from kakeya.core.errors import (
     NotFound,
     PeerUnavailable,
 )
-from kakeya.core.figures import Json
+from kakeya.core.figures import Figure, Json, from_zero, gauge
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, sleep_or_wake
@@ -285,6 +286,14 @@ class RingGroups:
     def overview(self) -> Json:
         """The groups that this node leads, and its ranks of others."""
         return {"led": self.status(), "ranks": [rank.status() for rank in self.host.ranks]}
+
+    def figures(self) -> Iterator[Figure]:
+        """The same as figures."""
+        phases = Counter(str(group.state.phase) for group in self._groups.values())
+        groups = from_zero(phases, GroupPhase)
+        yield gauge("kakeya_ring_groups{phase}", "Ring groups that this node leads", groups)
+        ranks = len(self.host.ranks)
+        yield gauge("kakeya_ring_ranks", "Ranks here of groups that other nodes lead", ranks)
 
     @property
     def seat(self) -> RingOffer | None:

@@ -122,6 +122,7 @@ class Gossip:
         self._is_poked = False
         self._dialled: set[str] = set()
         self._stats = GossipStats()
+        self.news = PeerNews(registry, clock)
 
     @property
     def stats(self) -> GossipStats:
@@ -132,7 +133,7 @@ class Gossip:
         """Run the loop under a supervisor; its first round begins at once."""
         supervisor.start("gossip", self.run)
         supervisor.start("sleep watch", self._watch_sleep)
-        supervisor.start("news of peers", PeerNews(self._registry, self._clock).run)
+        supervisor.start("news of peers", self.news.run)
 
     async def run(self) -> None:
         """Gossip for ever."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,10 @@ GATHER_S = 0.5
 """How long further changes are gathered after one."""
 UNJUDGED_S = 5.0
 """A doubt that no helper judged is told once it has lasted so long: most end with the next call."""
+APPEARED, LEFT, GONE = "a peer appeared", "a peer left", "a peer is gone"
+SILENT, BACK = "a peer does not answer", "a peer answers again"
+NEWS = {APPEARED: "appeared", LEFT: "left", GONE: "gone", SILENT: "silent", BACK: "back"}
+"""All that can happen to a peer, as the log says it and as figures do."""
 ID_CHARS = 8
 """Of an id, beside the label: enough to tell the nodes of a shelf apart."""
 
@@ -59,7 +64,7 @@ class PeerChanges:
         leaving = {peer.card.node_id for peer in peers if peer.card.is_leaving}
         for node_id in self._told.keys() - seen.keys():
             left = node_id in leaving
-            yield "a peer left" if left else "a peer is gone", self._told.pop(node_id).card
+            yield LEFT if left else GONE, self._told.pop(node_id).card
         for node_id, peer in seen.items():
             if node_id in self._told:
                 told = self._told[node_id]
@@ -68,20 +73,20 @@ class PeerChanges:
                     yield news, peer.card
             elif peer.doubt is None and not peer.is_hearsay:
                 self._told[node_id] = _Told(peer.card)
-                yield "a peer appeared", peer.card
+                yield APPEARED, peer.card
 
 
 def _turn(told: _Told, doubt: Doubt | None, mono: float) -> str:
     """What a doubt, or its end, is to a peer that was told of; "" = no news."""
     if doubt is None:
         was_silent, told.is_silent, told.doubted_mono = told.is_silent, False, None
-        return "a peer answers again" if was_silent else ""
+        return BACK if was_silent else ""
     if told.doubted_mono is None:
         told.doubted_mono = mono
     if told.is_silent or (doubt is Doubt.UNJUDGED and mono - told.doubted_mono < UNJUDGED_S):
         return ""
     told.is_silent = True
-    return "a peer does not answer"
+    return SILENT
 
 
 class PeerNews:
@@ -91,6 +96,8 @@ class PeerNews:
         self._registry = registry
         self._clock = clock
         self._changes = PeerChanges()
+        self.counts: Counter[str] = Counter()
+        """By the words of `NEWS`."""
         self._wake = asyncio.Event()
         self._wake.set()
         registry.subscribe(self._wake.set)
@@ -116,11 +123,12 @@ class PeerNews:
         ]
 
     def _tell(self, news: str, card: Card) -> None:
+        self.counts[NEWS[news]] += 1
         doubt = self._registry.suspicions.doubt_of(card.grpc_address)
         event(
             _log,
             news,
-            level=logging.WARNING if news == "a peer does not answer" else logging.INFO,
+            level=logging.WARNING if news == SILENT else logging.INFO,
             peer=card.label or card.node_id,
             node_id=card.node_id[:ID_CHARS],
             address=card.grpc_address,

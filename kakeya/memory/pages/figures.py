@@ -1,6 +1,6 @@
 """Figures of a page arena, read at each scrape.
 
-`docs/page-arena-dashboard.json` draws them and `docs/page-arena-alerts.json` watches them; a test
+`docs/dashboard.json` draws them and `docs/alerts.json` watches them; a test
 holds both against the names made here.
 """
 
