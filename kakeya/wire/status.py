@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from kakeya.core import errors
+from kakeya.wire.tls import handshake_failure
 
 STATUS_BY_ERROR: dict[type[errors.KakeyaError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -101,6 +102,9 @@ def error_from_status(
 ) -> errors.KakeyaError:
     """Make the error for a status from `peer`; `said` is the metadata of the same call, `kinds` are
     as of `error_from_rpc`."""
+    is_unsaid = code is grpc.StatusCode.UNAVAILABLE and "kakeya-error" not in said
+    if is_unsaid and (refused := handshake_failure(details, peer)):
+        return refused
     words = f"{peer}: {details or code}"
     kind = ERROR_BY_STATUS.get(code, errors.PeerError) if code else errors.PeerError
     name = said.get("kakeya-error", "")

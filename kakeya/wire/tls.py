@@ -12,14 +12,48 @@ from pathlib import Path
 
 import grpc
 
-from kakeya.core.errors import ConfigError
+from kakeya.core.errors import ConfigError, PeerUnavailable
 from kakeya.wire.security import TlsMaterial
 
 KEY_FILE, CERTIFICATE_FILE, AUTHORITY_FILE = "key.pem", "cert.pem", "ca.pem"
 IDENTITY_FOLDER = "identity"
 """Of a data directory."""
 _FILES = (KEY_FILE, CERTIFICATE_FILE, AUTHORITY_FILE)
+_SAYS = {
+    "Hostname Verification Check failed": "the certificate there is of another node than the one "
+    "that is meant; leave the node's id out, or give the address of that node",
+    "certificate has expired": "its certificate has expired, or the clock of one of both machines "
+    "is wrong; a member renews its own once it reaches its fleet",
+    "certificate is not yet valid": "its certificate is not valid yet: the clock of one of both "
+    "machines is wrong",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of another fleet than the identity here; join "
+    "its fleet (`kakeya join`), or give the identity that did",
+    "WRONG_VERSION_NUMBER": "it speaks no TLS: the node there has no identity, or another program "
+    "answers; give the node an identity (`kakeya join`), or call it over loopback without one",
+}
+"""What a failed handshake means, by words of gRPC; the first that are found count."""
+_CLOSED = (
+    "it closed the connection before it said a word; so does a node of a fleet for a caller "
+    "without a certificate of the fleet that is valid (`identity`), and any node that stops"
+)
 _Stamp = tuple[tuple[int, int, int], ...]
+
+
+class TlsFailed(PeerUnavailable):
+    """The two ends of a connection do not accept each other; the message says why."""
+
+    code = "tls_failed"
+    retryable = False
+
+
+def handshake_failure(details: str, peer: str) -> PeerUnavailable | None:
+    """The error for a connection that did not come about for its TLS, or may not have, by the words
+    of gRPC; None = that is not why."""
+    for words, meaning in _SAYS.items():
+        if words in details:
+            return TlsFailed(f"{peer}: {meaning}")
+    is_closed = details.startswith("failed to connect") and details.endswith("Socket closed")
+    return PeerUnavailable(f"{peer}: {_CLOSED}") if is_closed else None
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:

@@ -15,8 +15,9 @@ from kakeya.sessions.client import Client
 from kakeya.v1.runtime_pb2_grpc import add_RuntimeServiceServicer_to_server
 from kakeya.wire.security import CertRole
 from kakeya.wire.server.listeners import Listeners
+from kakeya.wire.tls import TlsFailed
 from tests.sessions.conftest import Node, running_node
-from tests.wire.certificates import Fleet, write
+from tests.wire.certificates import EXPIRED, Fleet, write
 
 PROMPT = [1, 2, 3]
 
@@ -58,18 +59,24 @@ async def test_who_lacks_the_role_or_meets_another_node_is_told(tmp_path: Path) 
     fleet = Fleet()
     client = write(tmp_path / "client", fleet.issue(CertRole.CLIENT)[1])
     member = write(tmp_path / "member", fleet.issue(CertRole.MEMBER)[1])
+    expired = write(tmp_path / "expired", fleet.issue(CertRole.CLIENT, age=EXPIRED)[1])
     stranger = write(tmp_path / "stranger", Fleet().issue(CertRole.CLIENT)[1])
     async with running_node() as node, secured(node, fleet) as (address, node_id):
         with pytest.raises(Denied, match="roles that may call it: admin or client"):
             await generated(Client(address, identity=member, node_id=node_id))
-        with pytest.raises(PeerUnavailable):
+        with pytest.raises(TlsFailed, match="is of another node than the one that is meant"):
             await generated(Client(address, identity=client, node_id="a" * 52))
-        with pytest.raises(PeerUnavailable):
+        with pytest.raises(TlsFailed, match="is of another fleet than the identity here"):
             await generated(Client(address, identity=stranger, node_id=node_id))
+        with pytest.raises(TlsFailed, match="it speaks no TLS") as plain:
+            await generated(Client(node.address, identity=client, node_id=node_id))
+        assert not plain.value.retryable
         with pytest.raises(ConfigError, match="holds no identity"):
             await generated(Client(address, identity=tmp_path / "nothing", node_id=node_id))
-        with pytest.raises(PeerUnavailable):
-            await generated(Client(address))
+        for without in (Client(address), Client(address, identity=expired, node_id=node_id)):
+            with pytest.raises(PeerUnavailable, match="for a caller without a certificate") as late:
+                await generated(without)
+            assert late.value.retryable, "it may be stopping, too"
 
 
 async def test_who_calls_is_the_certificate_and_without_one_what_the_call_says(

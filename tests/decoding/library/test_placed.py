@@ -201,9 +201,9 @@ def test_wrong_keys_are_told(tmp_path: Path) -> None:
     with secured(fleet) as (address, node_id):
         for identity, wanted, status, words in (
             (client, node_id, grpc.StatusCode.PERMISSION_DENIED, "roles that may call it"),
-            (stranger, node_id, grpc.StatusCode.UNAVAILABLE, address),
-            (member, "a" * 52, grpc.StatusCode.UNAVAILABLE, address),
-            (None, node_id, grpc.StatusCode.UNAVAILABLE, address),
+            (stranger, node_id, grpc.StatusCode.UNAVAILABLE, "is of another fleet"),
+            (member, "a" * 52, grpc.StatusCode.UNAVAILABLE, "is of another node"),
+            (None, node_id, grpc.StatusCode.UNAVAILABLE, "without a certificate"),
         ):
             decoder = placed(address, wanted, identity)
             with pytest.raises(RemoteProposerError, match=words) as caught:
