@@ -1,18 +1,40 @@
-"""Programs of the documentation run as they are printed."""
+"""Programs of the documentation run as they are printed, and its commands are commands.
+
+Each line of a fenced block `sh` is read as a shell would read it: its programs are known ones, and
+those of this package take the flags and arguments that stand there.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import shlex
+import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
-from kakeya import MemoryArbiter
-from kakeya.core.clock import SystemClock
+import pytest
+import yaml
 
-DOCS = Path(__file__).parents[1] / "docs"
+from kakeya import MemoryArbiter
+from kakeya.cli.main import parser
+from kakeya.config.config import SETTINGS
+from kakeya.config.reader import parse_flags
+from kakeya.core.clock import SystemClock
+from kakeya.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+OTHERS = {
+    *("cd", "chmod", "curl", "eval", "export", "git", "jq", "mkdir", "pip", "python", "python3"),
+    *("ssh", "tar"),
+}
+"""Programs that are not ours."""
+ENDS = set("|&;()")
 
 
 def programs(page: str) -> list[str]:
@@ -49,3 +71,123 @@ async def test_a_plug_in_and_its_caller_work_as_the_page_of_memory_says() -> Non
         answer, leave = await names["call"](arbiter, "which?", ["one?", "two?"])  # type: ignore[operator]
         leave()
     assert answer == ["small", "which?"]
+
+
+def shell_blocks(page: str) -> list[str]:
+    """Its fenced blocks of shell commands, also those within a list."""
+    return [textwrap.dedent(one[1]) for one in re.findall(r"( *)```sh\n(.*?)```", page, re.DOTALL)]
+
+
+def shell_lines(block: str) -> Iterator[str]:
+    """Its lines, each with those that a quotation or a backslash adds to it."""
+    line = ""
+    for part in block.replace("\\\n", " ").splitlines():
+        line += part
+        try:
+            shlex.split(line, comments=True)
+        except ValueError:
+            line += "\n"
+        else:
+            yield line
+            line = ""
+    assert not line, f"a quotation has no end: {line}"
+
+
+def commands(line: str) -> Iterator[list[str]]:
+    """The simple commands of a line, those of `$(...)` included, without variables before them."""
+    for inner in re.findall(r"\$\(([^()]*)\)", line):
+        yield from commands(inner)
+    words = shlex.shlex(line, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    found: list[str] = []
+    for word in (*words, ";"):
+        if set(word) <= ENDS:
+            while found and re.match(r"\w+=", found[0]):
+                found = found[1:]
+            if found:
+                yield found
+            found = []
+        else:
+            found.append(word)
+
+
+def check_command(command: list[str]) -> None:
+    """Raises ConfigError or SystemExit for a flag or an argument that the program does not take."""
+    path, *arguments = command
+    if ">" in arguments:
+        arguments = arguments[: arguments.index(">")]
+    match path.rpartition("/")[2]:
+        case "kakeya":
+            parser().parse_args(arguments)
+        case "kakeya-node":
+            parse_flags(SETTINGS.values(), arguments)
+        case "ssh" if "kakeya" in arguments[1]:
+            check_command(arguments[1:])
+        case program if path.startswith("./scripts/"):
+            assert (ROOT / "scripts" / program).exists(), path
+        case program:
+            assert program in OTHERS, f"{program} is not known here"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_are_commands(page: Path) -> None:
+    for block in shell_blocks(page.read_text()):
+        for line in shell_lines(block):
+            for command in commands(line):
+                try:
+                    check_command(command)
+                except SystemExit as wrong:
+                    pytest.fail(f"{page.name}: {line}: {wrong}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kakeya statos",
+        "kakeya status --jsn",
+        'eval "$(kakeya connect opnai)"',
+        "cat x | kakeya generate --promt x",
+        "KAKEYA_TTL=60 ./scripts/kakeya drain --patience long",
+        "ssh mini-1 .kakeya/bin/kakeya ca --pem > x",
+        "kakeya-node --modle x &",
+        "kakya status",
+        "./scripts/tset",
+    ],
+)
+def test_a_command_that_is_none_is_found(line: str) -> None:
+    found = list(commands(line))
+    with pytest.raises((AssertionError, SystemExit, ConfigError)):
+        list(map(check_command, found))
+
+
+def test_each_page_has_its_place_on_the_site() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    _home, *parts = nav
+    assert [name for part in parts for name in part] == [
+        *("Tutorial", "How to", "Reference", "Explanations")
+    ]
+    listed = re.findall(r"[\w/-]+\.md", yaml.dump(nav))
+    assert len(listed) == len(set(listed))
+    made = {name for name in listed if name.startswith("reference/")}
+    assert set(listed) - made == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_needs_no_internet(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    pages = [page.read_text() for page in tmp_path.rglob("*.html")]
+    styles = [style.read_text() for style in tmp_path.rglob("*.css")]
+    assert len(pages) > 40
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.https?://[^>]+", "".join(pages))
+    assert not re.findall(r"url\(.?(?:https?:)?//[^)]+", "".join(styles))
+    reference = (tmp_path / "reference/http.html").read_text()
+    assert "/v1/chat/completions" in reference
+    assert "max_tokens" in reference

@@ -45,7 +45,7 @@ DOCTOR = "find faults of this node, its peers and the network between them"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         return _run(options)
     except ConfigError as wrong:
@@ -131,9 +131,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"kakeya: {message}; see {self.prog} --help\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="kakeya", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    whole = _Parser(prog="kakeya", description=__doc__, allow_abbrev=False)
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     status = _command(commands, "status", "show the node's models, memory and peers")
     status.add_argument("--watch", action="store_true", help="show it again every second")
     _command(commands, "plan", "show which nodes would verify and draft, and why")
@@ -174,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_data_dir(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    return whole
 
 
 def _complete(shell: str) -> int:

@@ -124,8 +124,11 @@ class DeclaredCopies:
     def figures(self) -> Iterator[Figure]:
         """How many copies other nodes keep."""
         kept = sum(len(copies.kept) for copies in self._copies.values())
-        name = "kakeya_declared_copies"
-        yield gauge(name, "Declared prompts that other nodes keep warm, each counted", kept)
+        yield gauge(
+            "kakeya_declared_copies",
+            "Declared prompts that other nodes keep warm, each counted",
+            kept,
+        )
 
     # Between the parts of this module
 

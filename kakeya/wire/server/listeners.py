@@ -129,8 +129,11 @@ class Listeners:
 
     def figures(self) -> Iterator[Figure]:
         """The connections of strangers."""
-        words = "Connections from other machines that made no call"
-        yield counter("kakeya_connections_without_call", words, self._uncalled.total)
+        yield counter(
+            "kakeya_connections_without_call",
+            "Connections from other machines that made no call",
+            self._uncalled.total,
+        )
 
     async def open_plain(self, address: str, *, flag: str) -> str:
         """Listen without encryption on HOST:PORT or unix:PATH; return the address with its port.
