@@ -194,17 +194,31 @@ def metrics() -> Iterator[str]:
 
 def _figures() -> Iterator[tuple[str, str, str, str]]:
     for file in (ROOT / "kakeya").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        said = [(one.lineno, one) for one in nodes if isinstance(one, ast.Assign)]
+        for node in nodes:
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            kind, words = node.func.id.lower(), [ast.unparse(one) for one in node.args[:3]]
-            if kind not in FIGURES or len(words) < 2:
+            kind = node.func.id.lower()
+            if kind not in FIGURES or len(node.args) < 2:
                 continue
-            assert words[0].startswith("'kakeya_"), f"{file}: give {words[0]} as a text here"
-            name, *labels = re.findall(r"\w+", words[0])
-            if node.func.id[0].isupper() and len(words) > 2:  # prometheus_client's own
-                labels = re.findall(r"\w+", words[2])
-            yield f"`{name}`", kind, ", ".join(labels), ast.literal_eval(node.args[1])
+            spelled, meaning = (_text(one, said) for one in node.args[:2])
+            name, *labels = re.findall(r"\w+", spelled)
+            assert name.startswith("kakeya_"), f"{file}: {name}"
+            if node.func.id[0].isupper() and len(node.args) > 2:  # prometheus_client's own
+                labels = re.findall(r"\w+", ast.unparse(node.args[2]))
+            yield f"`{name}`", kind, ", ".join(labels), meaning
+
+
+def _text(node: ast.expr, said: list[tuple[int, ast.Assign]]) -> str:
+    """A text, or the one that its name was given last before it."""
+    if isinstance(node, ast.Name):
+        *_, node = (
+            one.value
+            for line, one in sorted(said, key=lambda pair: pair[0])
+            if line < node.lineno and ast.unparse(one.targets[0]) == node.id
+        )
+    return str(ast.literal_eval(node))
 
 
 def error_tree() -> Iterator[str]:

@@ -183,7 +183,7 @@ def _complete(shell: str) -> int:
         import shtab
     except ImportError as missing:
         raise ConfigError(f"{missing}; install it: {sys.executable} -m pip install shtab") from None
-    print(shtab.complete(_parser(), shell=shell))
+    print(shtab.complete(parser(), shell=shell))
     return 0
 
 

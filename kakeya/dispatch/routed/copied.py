@@ -134,9 +134,8 @@ class AnswerCopies:
     def figures(self) -> Iterator[Figure]:
         """What is held here, and how often it was of use."""
         yield from self.held.figures()
-        yield counter(
-            "kakeya_answers_resumed", "Answers that were gone on with from a copy", self.resumed
-        )
+        name = "kakeya_answers_resumed"
+        yield counter(name, "Answers that were gone on with from a copy", self.resumed)
 
     async def _ask(
         self, answer_id: str, client: str, *, forget: bool = False

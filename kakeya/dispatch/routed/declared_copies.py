@@ -124,11 +124,8 @@ class DeclaredCopies:
     def figures(self) -> Iterator[Figure]:
         """How many copies other nodes keep."""
         kept = sum(len(copies.kept) for copies in self._copies.values())
-        yield gauge(
-            "kakeya_declared_copies",
-            "Declared prompts that other nodes keep warm, each counted",
-            kept,
-        )
+        name = "kakeya_declared_copies"
+        yield gauge(name, "Declared prompts that other nodes keep warm, each counted", kept)
 
     # Between the parts of this module
 

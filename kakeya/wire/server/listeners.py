@@ -129,11 +129,8 @@ class Listeners:
 
     def figures(self) -> Iterator[Figure]:
         """The connections of strangers."""
-        yield counter(
-            "kakeya_connections_without_call",
-            "Connections from other machines that made no call",
-            self._uncalled.total,
-        )
+        words = "Connections from other machines that made no call"
+        yield counter("kakeya_connections_without_call", words, self._uncalled.total)
 
     async def open_plain(self, address: str, *, flag: str) -> str:
         """Listen without encryption on HOST:PORT or unix:PATH; return the address with its port.
