@@ -34,6 +34,12 @@ class FleetConfig:
         False,
         argument="",
     )
+    join_port: int = setting(
+        "the port at which machines join while an invite lives; 0: any free one (0)",
+        whole(0, 65535, "as a port"),
+        0,
+        argument="PORT",
+    )
     networks: tuple[str, ...] = setting(
         "CIDR ranges, beside the private ones, whose addresses gossip may dial",
         Several(network),

@@ -143,7 +143,7 @@ class NodeFleet:
             routes=self.routes.address_for,
         )
         self._on_round = on_round
-        self.membership = self._membership(data_dir)
+        self.membership = self._membership(data_dir, config.join_port)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the services of the fleet to one more server."""
@@ -331,7 +331,7 @@ class NodeFleet:
             on_change=self.poke,
         )
 
-    def _membership(self, data_dir: Path) -> Membership | None:
+    def _membership(self, data_dir: Path, join_port: int) -> Membership | None:
         if self.trust is None:
             return None
         return Membership(
@@ -343,4 +343,5 @@ class NodeFleet:
             clock=self._clock,
             rng=self._rng,
             route=self.routes.address_for,
+            join_port=join_port,
         )

@@ -177,8 +177,8 @@ def _warnings(view: NodeView) -> list[str]:
         )
     if view.node_id in fleet.revoked:
         found.append(
-            "the fleet has removed this node, and its members refuse it; to come back, stop it, "
-            "remove the folder identity from its data directory and join anew"
+            "the fleet has removed this node, and its members refuse it; to come back, stop it "
+            "and join with a new token (kakeya join TOKEN)"
         )
     if fleet.is_clock_wrong:
         found.append("the clock of this machine is wrong: most peers disagree with it")

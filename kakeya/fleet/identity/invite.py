@@ -21,11 +21,12 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kakeya.core.errors import Denied, InvalidArgument, Refused, Unauthenticated
+from kakeya.core.figures import Json
 from kakeya.fleet.identity.authority import Authority
 from kakeya.fleet.identity.certificates import Request
 from kakeya.wire.security import CertRole
@@ -166,7 +167,7 @@ class InviteStats:
 
 
 class Invites:
-    """The invites of one authority. They live in memory: a restart of the node ends them."""
+    """The invites of one authority; `as_json` and `restore` carry them over a restart."""
 
     def __init__(
         self,
@@ -206,6 +207,34 @@ class Invites:
         self._made += 1
         return invite
 
+    def as_json(self) -> list[Json]:
+        """All invites, for the disk; they end by the wall clock, which outlives a restart."""
+        return [
+            {
+                "secret": one.secret.hex(),
+                "role": one.role.value,
+                "ends_at": one.ends.wall,
+                "taken_by": one.taken_by,
+                "label": one.label,
+            }
+            for one in self._invites
+        ]
+
+    def restore(self, told: Sequence[Mapping[str, Any]], now: Moment) -> None:
+        """Take over the invites of an earlier run. Raises ValueError, KeyError or TypeError for
+        what is no `as_json`."""
+        self._invites = [
+            Invite(
+                secret=bytes.fromhex(one["secret"]),
+                role=CertRole(one["role"]),
+                # No later than a new invite, whatever the file says.
+                ends=now.after(min(MAX_VALID_S, float(one["ends_at"]) - now.wall)),
+                taken_by=str(one["taken_by"]),
+                label=str(one["label"]),
+            )
+            for one in told
+        ]
+
     def left_s(self, now: Moment) -> float:
         """Seconds until the last invite ends, if both clocks run; 0 = none lives."""
         live = (invite.ends for invite in self._invites if not invite.is_over(now))
@@ -236,8 +265,8 @@ class Invites:
                 return invite
         self._wrong_proofs += 1
         raise Unauthenticated(
-            f"fleet {fleet_name(ca_hash)} does not know this token: it was made before this node "
-            f"last started, or by another fleet; {AGAIN}"
+            f"fleet {fleet_name(ca_hash)} does not know this token: it is long over, or of "
+            f"another fleet; {AGAIN}"
         )
 
     def _judge(self, invite: Invite, csr: bytes, now: Moment) -> Request:

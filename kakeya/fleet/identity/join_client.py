@@ -7,6 +7,7 @@ its key can run the same command again and is admitted.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,12 @@ from kakeya.fleet.identity.certificates import (
     DAY_S,
     PrivateKey,
     Untrusted,
+    authority_key,
     is_valid_label,
     key_pem,
     make_request,
     new_key,
+    read_authority,
     read_key,
 )
 from kakeya.fleet.identity.identity import (
@@ -54,6 +57,7 @@ from kakeya.fleet.identity.invite import (
     proof_of_answer,
     proof_of_request,
 )
+from kakeya.fleet.identity.revocations import load_revocations
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import JoinServiceStub
 from kakeya.wire.calls import calling
@@ -95,6 +99,8 @@ async def join(data_dir: Path, token: str, label: str, *, clock: Clock) -> Joine
         raise ConfigError(
             f"the token leads into fleet {wanted.fleet}, and {already_member(held, data_dir)}"
         )
+    if held is not None and await asyncio.to_thread(_is_revoked, data_dir, held):
+        held = None
     if held is not None and not held.fault_at(clock.wall()):
         peers = await asyncio.to_thread(load_peers, data_dir)
         return JoinedFleet(identity=held, peers=peers, is_new=False)
@@ -173,6 +179,26 @@ def _key_for(data_dir: Path, held: Identity | None) -> PrivateKey:
     return key
 
 
+def _is_revoked(data_dir: Path, held: Identity) -> bool:
+    """Whether this machine has heard that its fleet removed it: its key is of no use any more."""
+    root = authority_key(read_authority(held.tls.authority))
+    return held.node_id in load_revocations(data_dir / FOLDER / REVOCATIONS, root).node_ids
+
+
+def _set_aside(data_dir: Path) -> None:
+    """Move the identity of a revoked node away. Raises ConfigError."""
+    old = data_dir / FOLDER
+    aside = old.with_suffix(".revoked")
+    try:
+        if old.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            old.rename(aside)
+    except OSError as problem:
+        raise ConfigError(
+            f"{old} cannot be moved to {aside}: {problem.strerror or problem}"
+        ) from problem
+
+
 def _save(
     data_dir: Path,
     held: Identity | None,
@@ -181,6 +207,7 @@ def _save(
     revocations: bytes,
 ) -> None:
     if held is None:
+        _set_aside(data_dir)
         save_identity(data_dir, identity, peers=peers, revocations=revocations)
         (data_dir / PENDING_KEY).unlink(missing_ok=True)
         return

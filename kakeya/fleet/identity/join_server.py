@@ -7,10 +7,12 @@ stranger can only send a few KiB here and have one HMAC per invite computed.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -18,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
+from kakeya.core.files import write_atomically
 from kakeya.core.host import join_address
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor
@@ -77,8 +80,11 @@ class JoinServer:
         peers: Callable[[], Sequence[str]],
         clock: Clock,
         port: int = 0,
+        file: Path | None = None,
     ) -> None:
-        """`port` 0 = a free port, chosen by the system at each opening."""
+        """`port` 0 = a free port, chosen by the system at each opening; `file` keeps live invites
+        over a restart, None = they end with this process."""
+        self._file = file
         self._authority = authority
         self._trust = trust
         self._hosts = hosts
@@ -114,9 +120,10 @@ class JoinServer:
         """
         async with self._turn:
             if self._server is None:
-                await self._open()
+                await self._open([join_address(host, self._port) for host in self._hosts()])
             invite = self._invites.make(role, valid_s=valid_s, now=self._now())
             self._opened.set()
+            await self._save()
             expires_at = invite.ends.wall
             token = Token(
                 addresses=self._addresses,
@@ -132,7 +139,7 @@ class JoinServer:
         async with self._turn:
             await self._shut()
 
-    async def _open(self) -> None:
+    async def _open(self, wanted: Sequence[str]) -> None:
         options = dict(Keepalive().server_options() + message_options(_MAX_REQUEST_BYTES))
         options |= {
             "grpc.max_concurrent_streams": 8,
@@ -146,26 +153,10 @@ class JoinServer:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
         )
-        self._addresses = self._bind(server)
+        self._addresses = _bind(server, wanted[:MAX_ADDRESSES])
         await server.start()
         self._server = server
         event(_log, "join port open", addresses=",".join(self._addresses))
-
-    def _bind(self, server: grpc.aio.Server) -> tuple[str, ...]:
-        bound = []
-        for host in list(self._hosts())[:MAX_ADDRESSES]:
-            try:
-                port = server.add_insecure_port(join_address(host, self._port))
-            except RuntimeError:  # gRPC says no more than that it failed
-                event(_log, "the join port cannot be opened here", level=logging.WARNING, host=host)
-            else:
-                bound.append(join_address(host, port))
-        if not bound:
-            raise ConfigError(
-                "no address of this machine can take a join port; start the node with --bind and "
-                "an address that the new machine reaches"
-            )
-        return tuple(bound)
 
     async def _shut(self) -> None:
         server, self._server, self._addresses = self._server, None, ()
@@ -174,7 +165,35 @@ class JoinServer:
             await server.stop(None)
             event(_log, "join port closed")
 
+    async def _restore(self) -> None:
+        """Go on with the invites of an earlier run, at the addresses that its tokens name."""
+        if self._file is None or self._server is not None:
+            return
+        try:
+            told = json.loads(await asyncio.to_thread(self._file.read_bytes))
+            self._invites.restore(told["invites"], self._now())
+            if self._invites.left_s(self._now()):
+                await self._open([str(address) for address in told["addresses"]])
+                self._opened.set()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, ConfigError) as fault:
+            why = "earlier invites cannot be used; make new ones"
+            event(_log, why, level=logging.WARNING, file=self._file, fault=fault)
+
+    async def _save(self) -> None:
+        """Keep the invites on disk; where that fails, they end with this process."""
+        if self._file is None:
+            return
+        told = {"addresses": self._addresses, "invites": self._invites.as_json()}
+        try:
+            await asyncio.to_thread(write_atomically, self._file, json.dumps(told).encode())
+        except OSError as fault:
+            event(_log, "invites not saved", level=logging.WARNING, file=self._file, fault=fault)
+
     async def _shut_in_time(self) -> None:
+        async with self._turn:
+            await self._restore()
         while True:
             await self._opened.wait()
             left_s = self._invites.left_s(self._now())
@@ -208,11 +227,13 @@ class JoinServer:
 
     async def _join(self, request: bytes, context: Context) -> bytes:
         try:
-            return self._admit(request, context.peer()).SerializeToString()
+            answer = self._admit(request, context.peer()).SerializeToString()
         except KakeyaError as refusal:
             self._tell_of(refusal, context.peer())
             await abort(context, refusal)
             raise
+        await self._save()  # first: a token that was used must not be new after a crash
+        return answer
 
     def _tell_of(self, refusal: KakeyaError, peer: str) -> None:
         # A stranger with many tokens must not fill the disk with log lines; `stats` count all.
@@ -263,3 +284,22 @@ class JoinServer:
             peers=peers,
             revocations=revocations,
         )
+
+
+def _bind(server: grpc.aio.Server, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The addresses of those wanted that could be opened, with their ports."""
+    bound = []
+    for address in wanted:
+        host = address.rpartition(":")[0]
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError:  # gRPC says no more than that it failed
+            event(_log, "the join port cannot be opened", level=logging.WARNING, address=address)
+        else:
+            bound.append(f"{host}:{port}")
+    if not bound:
+        raise ConfigError(
+            "no address of this machine can take a join port; start the node with --bind and an "
+            "address that the new machine reaches, or with another --join-port"
+        )
+    return tuple(bound)

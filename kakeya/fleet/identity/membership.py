@@ -40,6 +40,8 @@ from kakeya.wire.security import Caller, CertRole, TlsMaterial
 
 _log = logging.getLogger(__name__)
 _SAVE_AGAIN_S = 30.0
+INVITES = "invites.json"
+"""The live invites of the authority, beside its key."""
 
 
 def open_trust(data_dir: Path, identity: Identity) -> FleetTrust:
@@ -90,15 +92,17 @@ class Membership:
         rng: random.Random,
         route: Callable[[Card], str] = lambda card: card.grpc_address,
         life_s: float = LEAF_LIFE_S,
+        join_port: int = 0,
     ) -> None:
-        """`life_s` is that of the certificates which this node, as the authority, issues."""
+        """`life_s` is that of the certificates which this node, as the authority, issues;
+        `join_port` 0 = a free one."""
         self._data_dir = data_dir
         self._trust = trust
         self._cards = cards
         self._clock = clock
         self._route = route
         self._authority = authority_of(trust.identity, life_s=life_s)
-        self._join_server = self._make_door(self._authority, hosts)
+        self._join_server = self._make_door(self._authority, hosts, join_port)
         self._renewal = Renewal(
             data_dir,
             trust,
@@ -113,12 +117,18 @@ class Membership:
         trust.subscribe(self._list_came)
 
     def _make_door(
-        self, authority: Authority | None, hosts: Callable[[], Sequence[str]]
+        self, authority: Authority | None, hosts: Callable[[], Sequence[str]], port: int
     ) -> JoinServer | None:
         if authority is None:
             return None
         return JoinServer(
-            authority, self._trust, hosts=hosts, peers=self._addresses, clock=self._clock
+            authority,
+            self._trust,
+            hosts=hosts,
+            peers=self._addresses,
+            clock=self._clock,
+            port=port,
+            file=self._data_dir / FOLDER / INVITES,
         )
 
     @property
@@ -226,8 +236,8 @@ class Membership:
         if identity.node_id in added:
             event(
                 _log,
-                f"this node was removed from fleet {identity.fleet}; to come back, stop it, move "
-                f"{self._data_dir / FOLDER} away and join with a new token",
+                f"this node was removed from fleet {identity.fleet}; to come back, stop it and "
+                "join with a new token (kakeya join TOKEN)",
                 level=logging.ERROR,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from kakeya.fleet.identity.authority import Authority, authority_of, new_fleet
 from kakeya.fleet.identity.certificates import DAY_S
 from kakeya.fleet.identity.identity import (
     FOLDER,
+    REVOCATIONS,
     Identity,
     load_identity,
     load_peers,
@@ -42,6 +44,7 @@ from kakeya.fleet.identity.invite import (
 from kakeya.fleet.identity.join_client import PENDING_KEY, JoinedFleet, join
 from kakeya.fleet.identity.join_server import JoinServer
 from kakeya.fleet.identity.membership import open_trust
+from kakeya.fleet.identity.revocations import save_revocations
 from kakeya.fleet.identity.trust import FleetTrust
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import JoinServiceStub
@@ -68,9 +71,11 @@ class House:
 
 
 @asynccontextmanager
-async def open_house(**options: object) -> AsyncIterator[House]:
+async def open_house(
+    *, identity: Identity | None = None, **options: object
+) -> AsyncIterator[House]:
     clock = SettableClock()
-    identity = new_fleet("mini-1", clock.wall())
+    identity = identity or new_fleet("mini-1", clock.wall())
     authority = authority_of(identity)
     assert authority is not None
     trust = FleetTrust(identity)
@@ -397,6 +402,61 @@ async def test_a_revoked_node_is_told_so(tmp_path: Path) -> None:
         house.trust.revoke(old.node_id, house.clock.wall())
         with pytest.raises(Denied, match="revoked"):
             await enter(tmp_path, await house.token())
+
+
+async def test_a_removed_node_that_knows_it_joins_again_with_a_new_token(tmp_path: Path) -> None:
+    """Its key stays out of the fleet for good; the machine is in it with another one."""
+    async with open_house() as house:
+        first = (await enter(tmp_path, await house.token())).identity
+        assert not (await enter(tmp_path, await house.token())).is_new
+        made = house.trust.revoke(first.node_id, house.clock.wall())
+        await asyncio.to_thread(save_revocations, tmp_path / FOLDER / REVOCATIONS, made)
+        again = await enter(tmp_path, await house.token())
+        assert again.is_new
+        assert await held(tmp_path) == again.identity
+        assert again.identity.node_id != first.node_id
+        assert not house.trust.is_revoked(again.identity.node_id)
+        assert house.trust.caller_of(again.identity.tls.certificate) is not None
+        assert not (await enter(tmp_path, await house.token())).is_new
+
+
+async def test_a_restart_of_the_authority_ends_no_invite(tmp_path: Path) -> None:
+    file = tmp_path / "invites.json"
+    async with open_house(file=file) as house:
+        used, fresh = await house.token(), await house.token()
+        await enter(tmp_path / "two", used)
+        addresses, identity = house.door.addresses, house.identity
+    async with open_house(file=file, identity=identity) as house:
+        await until(lambda: house.door.addresses == addresses)
+        assert (await enter(tmp_path / "three", fresh)).is_new
+        for taken in (used, fresh):
+            with pytest.raises(Denied, match="used already"):
+                await enter(tmp_path / "four", taken)
+        house.clock.advance(901)
+        await until(lambda: not house.door.addresses)
+    async with open_house(file=file, identity=identity) as house:
+        house.clock.advance(901)
+        with pytest.raises(PeerUnavailable, match="no node answers"):
+            await enter(tmp_path / "four", fresh)
+
+
+async def test_a_damaged_file_of_invites_costs_no_more_than_these(tmp_path: Path) -> None:
+    file = tmp_path / "invites.json"
+    for damaged in ("{", "[]", '{"addresses": [], "invites": [{"secret": "zz"}]}'):
+        file.write_text(damaged)
+        async with open_house(file=file) as house:
+            assert (await enter(tmp_path / str(len(damaged)), await house.token())).is_new
+
+
+async def test_the_join_port_can_be_fixed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+        async with open_house(port=port) as house:
+            with pytest.raises(ConfigError, match="another --join-port"):
+                await house.token()
+    async with open_house(port=port) as house:
+        assert (await enter(tmp_path, await house.token())).is_new
+        assert house.door.addresses == (f"127.0.0.1:{port}",)
 
 
 async def test_a_node_that_ended_since_is_named_with_its_address(tmp_path: Path) -> None:
