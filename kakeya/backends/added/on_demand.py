@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from kakeya.backends.added.home import ModelHome
 from kakeya.backends.resident import ResidentModel
-from kakeya.core.errors import ModelLoading, Refused
+from kakeya.core.errors import LoadFailed, ModelLoading, Refused
 from kakeya.core.log import event
 from kakeya.core.units import MIB, format_bytes
 from kakeya.fleet.paths.link_rates import fetch_seconds
@@ -51,6 +51,11 @@ class OnDemandPulls:
         request now; "" = it may be."""
         if model_id in self._pulls:
             return ""
+        if any(one.name == model_id for one in self._weights.index.last_found):
+            return (
+                "its files are on this node's disk, and no pull brought them: start the node with "
+                f"--model {model_id}"
+            )
         seconds = fetch_seconds(size_bytes, min(bytes_per_s, self._bound or bytes_per_s))
         if seconds > self._most_s:
             return (
@@ -63,7 +68,7 @@ class OnDemandPulls:
 
     async def bring(self, model_id: str, timeout_s: float) -> ResidentModel:
         """Pull a model. Raises ModelLoading where that takes longer, the errors of the pull, and
-        Refused for a model that this node does not serve once it is here."""
+        LoadFailed where the disk has no room, or this node does not serve it once it is here."""
         task = self._pulls.get(model_id)
         if task is None:
             event(_log, "a request has a model pulled", model=model_id)
@@ -77,11 +82,14 @@ class OnDemandPulls:
                 f"{model_id} is not here yet" + (f" ({wait.describe()})" if wait else ""),
                 retry_after_s=max(1.0, (wait and wait.seconds) or 1.0),
             )
-        task.result()
+        try:
+            task.result()
+        except Refused as no:
+            raise LoadFailed(f"{model_id} was not pulled: {no.message}") from no
         model = self._home.pulled(model_id)
         if model is None:
             why = self._weights.unserved(model_id) or "it was removed again"
-            raise Refused(f"{model_id} was pulled, and is not served here: {why}")
+            raise LoadFailed(f"{model_id} was pulled, and is not served here: {why}")
         return model
 
     def waits_for(self, model_id: str) -> RequestWait | None:

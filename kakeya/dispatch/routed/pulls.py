@@ -7,9 +7,12 @@ A model that a node offers loads there, which is sooner than a pull and a load h
 from __future__ import annotations
 
 from kakeya.backends.added.on_demand import OnDemandPulls
-from kakeya.core.errors import NotFound, Refused
+from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.dispatch.peers.neighbours import ServingPeers
 from kakeya.dispatch.peers.quote import QuotedModel
+
+RETRY_S = 10.0
+"""Until a caller may try again: memory is given back in the meantime, or a card changes."""
 
 
 class FleetPulls:
@@ -32,11 +35,14 @@ class FleetPulls:
         return frozenset(name for name, way in found if not self._pulls.refusal(name, *way))
 
     async def bring(self, model_id: str, timeout_s: float) -> QuotedModel:
-        """Pull a model; it is one of this node then. Raises Refused where no pull is begun, and as
-        `OnDemandPulls.bring`."""
+        """Pull a model; it is one of this node then. Raises NotFound, PeerUnavailable where no pull
+        is begun, and as `OnDemandPulls.bring`."""
         way = self._peers.on_disk().get(model_id)
         if way is None:
             raise NotFound(f"model {model_id[:80]!r} is not served by the fleet now")
         if why := self._pulls.refusal(model_id, *way):
-            raise Refused(f"no node can load {model_id} now, and it is not pulled: {why}")
+            raise PeerUnavailable(
+                f"no node can load {model_id} now, and it is not pulled: {why}",
+                retry_after_s=RETRY_S,
+            )
         return await self._pulls.bring(model_id, timeout_s)

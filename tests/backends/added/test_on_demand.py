@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 
 from kakeya.backends.added.on_demand import OnDemandPulls
-from kakeya.core.errors import ModelLoading, PeerUnavailable, Refused
+from kakeya.core.errors import LoadFailed, ModelLoading, PeerUnavailable
 from kakeya.core.units import GIB, MIB
 from kakeya.weights.config import WeightsConfig
+from kakeya.weights.partial import DiskRefused
 from kakeya.weights.progress import PullState
 from kakeya.weights.weights import NodeWeights
 
@@ -30,6 +31,7 @@ class Disk:
         self.fault: Exception | None = None
         self.served: set[str] = set()
         self.has_memory = self.is_served = True
+        self.index = SimpleNamespace(last_found=())
         self.unserved: Callable[[str], str] = lambda name: ""
 
     async def pull(
@@ -69,6 +71,8 @@ async def test_a_pull_is_begun_that_its_request_can_wait_for() -> None:
         assert "and a request waits 120 s; bring it with `kakeya models pull m`" in pulls.refusal(
             "m", GIB, MIB
         )
+        disk.index.last_found = (SimpleNamespace(name="mine"),)
+        assert "start the node with --model mine" in pulls.refusal("mine", 1, 100 * MIB)
         disk.has_memory = False
         assert "no memory for its 1.0 GiB" in pulls.refusal("m", GIB, 100 * MIB)
     async with pulls_of(Disk(), pull_mb_per_s=1.0) as slow:
@@ -121,8 +125,11 @@ async def test_a_pull_that_fails_says_why_and_may_be_tried_again() -> None:
         for _ in range(2):
             with pytest.raises(PeerUnavailable, match="nothing comes any more"):
                 await pulls.bring("m", WAIT_S)
-        assert len(disk.begun) == 2
+        disk.fault = DiskRefused("the disk is full")
+        with pytest.raises(LoadFailed, match="m was not pulled: the disk is full"):
+            await pulls.bring("m", WAIT_S)
+        assert len(disk.begun) == 3
         disk.fault, disk.is_served = None, False
         disk.unserved = lambda name: "it needs 9 GiB"
-        with pytest.raises(Refused, match="m was pulled, and is not served here: it needs 9 GiB"):
+        with pytest.raises(LoadFailed, match="is not served here: it needs 9 GiB"):
             await pulls.bring("m", WAIT_S)

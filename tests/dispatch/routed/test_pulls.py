@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kakeya.core.errors import NotFound, Refused
+from kakeya.core.errors import NotFound, PeerUnavailable
 from kakeya.core.units import GIB, MIB
 from kakeya.dispatch.routed.model import RoutedModel
 from kakeya.dispatch.routed.models import RoutedModels
@@ -69,7 +69,7 @@ async def test_one_that_a_node_offers_is_not_pulled(world: World) -> None:
 
 async def test_one_that_may_not_be_pulled_says_why(world: World) -> None:
     with pytest.raises(
-        Refused, match="no node can load large now, and it is not pulled: it is too large"
+        PeerUnavailable, match="no node can load large now, and it is not pulled: it is too large"
     ):
         await world.models.get("large").ready(30.0)
     with pytest.raises(NotFound):
