@@ -57,14 +57,16 @@ make_venv() {
 }
 
 ensure_venv() {
-  local extra=$1 stamp wanted
+  local extra=$1 stamp wanted quiet=-qq
   suits "$venv/bin/python" || make_venv || return 1
   stamp=$venv/.installed${extra:+-$extra}
   wanted="$top $(cksum <"$top/pyproject.toml")"
   [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
   say "installing Kakeya into .venv (once; a few minutes on a slow line)"
-  if ! "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
-    --editable "$top${extra:+[$extra]}"; then
+  [ -t 2 ] && quiet= # a person watches: pip shows its progress
+  # stdout is that of the program that runs next.
+  if ! "$venv/bin/python" -m pip install $quiet --disable-pip-version-check \
+    --editable "$top${extra:+[$extra]}" >&2; then
     say "the installation failed; what pip says above names the package. Run this again to retry."
     return 1
   fi

@@ -21,6 +21,7 @@ class LoadPhase(StrEnum):
 
     START = "starting"
     FIND = "looking for its files"
+    DOWNLOAD = "downloading its files"
     READ = "reading its weights"
     CHECK = "checking it"
     CANARY = "comparing the group with one process"

@@ -43,8 +43,7 @@ class MlxEncoder:
         """Load the weights; parameters and errors are those of `loader.load`."""
         started = time.perf_counter()
         forbid_wired_limit()
-        told(LoadPhase.FIND, 0, 0)
-        folder = resolve_folder(id_or_path)
+        folder = resolve_folder(id_or_path, told)
         self._config = read_config(folder)
         is_cpu = mx.default_device().type == mx.DeviceType.cpu
         self._network = _read(folder, self._config, widens=is_cpu)

@@ -34,6 +34,7 @@ from kakeya.generation.progress import LoadPhase
 from kakeya.mlx.context import context_tokens
 from kakeya.mlx.device import forbid_wired_limit
 from kakeya.mlx.diffusion.tap import StateTap
+from kakeya.mlx.download import Told, progress_bar, untold
 from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.numerics.blas import is_openblas, is_strip_faster, threads_for, use_threads
 from kakeya.mlx.numerics.openblas import Angles, suit
@@ -110,11 +111,14 @@ class LoadedModel:
             return self.network(tokens, cache=cache)
 
 
-def resolve_folder(id_or_path: str, download: Callable[..., str] = snapshot_download) -> Path:
+def resolve_folder(
+    id_or_path: str, told: Told = untold, download: Callable[..., str] = snapshot_download
+) -> Path:
     """Find a model's folder, downloading a Hugging Face id that is not cached yet.
 
     Raises ConfigError naming the missing part.
     """
+    told(LoadPhase.FIND, 0, 0)
     folder = Path(id_or_path).expanduser()
     if folder.is_dir():
         return _checked(folder)
@@ -127,7 +131,7 @@ def resolve_folder(id_or_path: str, download: Callable[..., str] = snapshot_down
             "an org/name of Hugging Face, or kakeya-tiny"
         )
     try:
-        found = download(id_or_path, allow_patterns=_PATTERNS)
+        found = download(id_or_path, allow_patterns=_PATTERNS, tqdm_class=progress_bar(told))
     except Exception as failure:
         raise ConfigError(
             f"model {id_or_path!r} is neither a folder here nor could it be downloaded: "
@@ -143,7 +147,7 @@ def load(
     adapter_slots: int = 0,
     adapter_rank: int = 0,
     blas_threads: int = 1,
-    told: Callable[[LoadPhase, int, int], None] = lambda *_: None,
+    told: Told = untold,
     ring: RingShare | None = None,
     states_for: tuple[str, Path] | None = None,
 ) -> LoadedModel:
@@ -157,8 +161,7 @@ def load(
     mlx-lm cannot read.
     """
     forbid_wired_limit()
-    told(LoadPhase.FIND, 0, 0)
-    folder = resolve_folder(id_or_path)
+    folder = resolve_folder(id_or_path, told)
     state = weights_state(folder)
     network, config = read_network(folder)
     if ring is not None:
@@ -229,7 +232,7 @@ def _tap(network: nn.Module, model_id: str, states_for: tuple[str, Path] | None)
 class WeightReading:
     """Counts the bytes of weights that lie in memory."""
 
-    def __init__(self, total_bytes: int, told: Callable[[LoadPhase, int, int], None]) -> None:
+    def __init__(self, total_bytes: int, told: Told) -> None:
         self._total_bytes = total_bytes
         self._told = told
         self._done_bytes = 0

@@ -221,7 +221,7 @@ def load_model(options: Namespace) -> Model:
     from kakeya.mlx.loader import load, resolve_folder
     from kakeya.mlx.model import MlxModel
 
-    if is_block_diffusion(resolve_folder(options.model)):
+    if is_block_diffusion(resolve_folder(options.model, told)):
         threads = options.blas_threads
         return DiffusionModel(
             options.model,

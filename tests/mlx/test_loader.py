@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
 from kakeya.core.errors import ConfigError
+from kakeya.generation.progress import LoadPhase
 from kakeya.mlx.loader import load, resolve_folder, vocabulary_digest
 from kakeya.mlx.model import MlxModel
 from tests.mlx.random_models import EOS, write_model
@@ -93,20 +95,32 @@ def test_a_hugging_face_id_is_downloaded(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "snapshot", "llama")
     asked: list[str] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    told: list[tuple[LoadPhase, int, int]] = []
+
+    def download(name: str, allow_patterns: list[str], tqdm_class: Any) -> str:
         asked.append(name)
+        with tqdm_class(total=2, unit="it") as files, tqdm_class(total=0, unit="B") as counted:
+            counted.total = 400
+            counted.update(100)
+            files.update(1)
+            counted.update(300)
         return str(folder)
 
-    assert resolve_folder("org/name", download) == folder
+    assert resolve_folder("org/name", lambda *one: told.append(one), download) == folder
     assert asked == ["org/name"]
+    assert told == [
+        (LoadPhase.FIND, 0, 0),
+        (LoadPhase.DOWNLOAD, 100, 400),
+        (LoadPhase.DOWNLOAD, 400, 400),
+    ]
 
 
 def test_a_failed_download_says_so() -> None:
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], tqdm_class: Any) -> str:
         raise OSError("no route")
 
     with pytest.raises(ConfigError, match="neither a folder here nor could it be downloaded"):
-        resolve_folder("org/name", download)
+        resolve_folder("org/name", download=download)
 
 
 def test_damaged_weights_are_a_config_error(tmp_path: Path) -> None:

@@ -67,8 +67,7 @@ class DiffusionModel:
         """Load the weights; parameters and errors are those of `loader.load`."""
         started = time.perf_counter()
         forbid_wired_limit()
-        told(LoadPhase.FIND, 0, 0)
-        folder = resolve_folder(id_or_path)
+        folder = resolve_folder(id_or_path, told)
         network = read_network(folder)
         parameters = [value for _, value in tree_flatten(network.parameters())]
         if mx.default_device().type == mx.DeviceType.cpu and is_openblas():
