@@ -33,7 +33,7 @@ from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.leases import commands as lease_cli
 from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
 from kakeya.cli.service import command as service_cli
-from kakeya.cli.service import restart
+from kakeya.cli.service import restart, update
 from kakeya.cli.show.labels import NodeLabels, labels_in, labels_of
 from kakeya.cli.talk import chat, generate
 from kakeya.core.errors import ConfigError, KakeyaError
@@ -101,6 +101,7 @@ _OWNERS: tuple[Callable[[argparse.Namespace], int | None], ...] = (
     version.run,
     restart.run,
     service_cli.run,
+    update.run,
 )
 """Commands for the owner of a node, on its machine."""
 
@@ -161,6 +162,7 @@ def parser() -> argparse.ArgumentParser:
     version.add_parsers(commands)
     restart.add_parsers(commands)
     service_cli.add_parsers(commands)
+    update.add_parsers(commands)
     text = "print what a shell needs to complete these commands"
     completion = commands.add_parser("completion", help=text, description=text)
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))

@@ -112,7 +112,7 @@ class Service:
     def install(self) -> dict[str, object]:
         """Write the file and start the node; a failure leaves nothing. Raises KakeyaError."""
         plan = self._plan
-        self._check_root()
+        self.check_root()
         before = find_running(self._folder)
         is_there = plan.file.exists()
         if is_held(self._folder) and not (before is not None and before.service):
@@ -143,7 +143,7 @@ class Service:
         """Stop the node and remove the files. Raises KakeyaError."""
         if not self._plan.file.exists():
             return {"is_installed": False, "says": f"nothing is installed at {self._plan.file}"}
-        self._check_root()
+        self.check_root()
         self._remove()
         kept = f"the node's own files stay: models, keys and state in {self._folder}"
         return {"is_installed": False, "says": f"removed {_files(self._plan)}\n{kept}"}
@@ -166,7 +166,7 @@ class Service:
 
     def stop(self) -> None:
         """Stop the node until `start`. Raises ConfigError."""
-        self._check_root()
+        self.check_root()
         self._all(self._plan.unload)
 
     def start(self) -> None:
@@ -190,7 +190,8 @@ class Service:
             for one in made:
                 os.chown(one, user.uid, user.gid)
 
-    def _check_root(self) -> None:
+    def check_root(self) -> None:
+        """Raise ConfigError for a caller that may not change this service."""
         user = self._plan.user
         if not self._plan.needs_root and os.geteuid() != user.uid:
             raise ConfigError(f"--as user is for yourself: run this as {user.name}, without sudo")
@@ -245,6 +246,23 @@ def _platform() -> str:
     if sys.platform not in ("darwin", "linux"):
         raise ConfigError(f"no service is known for {sys.platform}; macOS and Linux have one")
     return sys.platform
+
+
+def service_of(folder: Path, kind: str) -> Service | None:
+    """The service that keeps the node of a folder, of which the node tells the kind; "" = none."""
+    if not kind:
+        return None
+    own = pwd.getpwuid(os.geteuid()).pw_name if kind == ServiceKind.USER else ""
+    user = find_user(own, os.environ, os.geteuid())
+    plan = plan_service(
+        ServiceKind(kind),
+        user,
+        python=sys.executable,
+        flags=(),
+        folder=folder,
+        platform=_platform(),
+    )
+    return Service(plan, folder, program)
 
 
 def systemd_version(ask: Program) -> int:

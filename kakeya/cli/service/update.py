@@ -1,0 +1,235 @@
+"""`kakeya update`: drain the node, bring a newer version, start the node again, and look whether it
+serves; where it does not, go back to the version before.
+
+git   the clone from which `./scripts/kakeya` runs: what its upstream branch has
+pip   an environment into which kakeya was installed: the newest package, or that of --to
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote, urlsplit
+
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
+from kakeya.cli.node_api import NodeApi
+from kakeya.cli.service.command import Program, program, service_of
+from kakeya.cli.service.drain import PATIENCE_S, drain
+from kakeya.cli.service.start import check_start, start_again, until_ready
+from kakeya.core.errors import ConfigError, KakeyaError
+from kakeya.node.datadir import RunInfo, find_running, is_held
+
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+_TEXT = "drain the node, bring a newer version, start it again, and go back if it does not serve"
+HEALTH_S = 180.0
+_LOOK_S = 0.5
+
+
+def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command to those of `kakeya`."""
+    update = commands.add_parser("update", help=_TEXT, description=_TEXT, allow_abbrev=False)
+    update.add_argument("--to", default="", metavar="VERSION", help="a version, or a git commit")
+    update.add_argument("--dry-run", action="store_true", help="tell what would be done")
+    add_data_dir(update)
+
+
+def run(options: argparse.Namespace) -> int | None:
+    """Run the command and return its exit status; None for any other. Raises KakeyaError."""
+    if options.command != "update":
+        return None
+    source = find_source(program)
+    if options.dry_run:
+        folder = data_dir_of(options)
+        node = (
+            "drain the node, and start it again at the end" if is_held(folder) else "no node runs"
+        )
+        print(f"{source.told}\n  {node}")
+        for command in (*source.look, *source.bring(options.to)):
+            print(f"  {shlex.join(command)}")
+        return 0
+    print(update(source, NodeKeeper(data_dir_of(options)), program, options.to))
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSource:
+    """Where this program came from, and the commands that bring another version of it.
+
+    `look` changes nothing; `version` is what runs at this moment, to which `bring` can go back.
+    """
+
+    told: str
+    version: str
+    look: tuple[tuple[str, ...], ...]
+    bring: Callable[[str], tuple[tuple[str, ...], ...]]
+    newest: Callable[[], str]
+    """The version that would come; "" = not known before. Raises ConfigError."""
+
+
+def find_source(ask: Program) -> UpdateSource:
+    """How this program was installed. Raises ConfigError where no update is known for it."""
+    try:
+        found = metadata.distribution("kakeya")
+    except metadata.PackageNotFoundError:
+        raise ConfigError("this program is not installed; update the folder it runs from") from None
+    said = json.loads(found.read_text("direct_url.json") or "{}")
+    place = Path(unquote(urlsplit(str(said.get("url", ""))).path))
+    if said.get("dir_info", {}).get("editable"):
+        if not (place / ".git").exists():
+            raise ConfigError(f"{place} is no clone of git; put the new version there yourself")
+        return git_source(place, ask)
+    return pip_source(found.version)
+
+
+def pip_source(version: str) -> UpdateSource:
+    """Packages of the environment in which this program runs."""
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+
+    def bring(to: str) -> tuple[tuple[str, ...], ...]:
+        return ((*pip, f"kakeya=={to}") if to else (*pip, "--upgrade", "kakeya"),)
+
+    told = f"installed by pip, version {version}"
+    return UpdateSource(told=told, version=version, look=(), bring=bring, newest=str)
+
+
+def git_source(place: Path, ask: Program) -> UpdateSource:
+    """A clone. Raises ConfigError where it cannot be read."""
+    git = ("git", "-C", str(place))
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    look = ((*git, "fetch", "--quiet"),)
+
+    def bring(to: str) -> tuple[tuple[str, ...], ...]:
+        move = (
+            ("reset", "--quiet", "--keep", to) if to else ("merge", "--quiet", "--ff-only", "@{u}")
+        )
+        return ((*git, *move), (*pip, "--editable", str(place)))
+
+    def newest() -> str:
+        if changed := _said(ask, (*git, "status", "--porcelain", "--untracked-files=no")):
+            first = changed.splitlines()[0].strip()
+            raise ConfigError(
+                f"{place} has changes of its own ({first}); commit them, or undo them"
+            )
+        return _said(ask, (*git, "rev-parse", "@{u}"))
+
+    version = _said(ask, (*git, "rev-parse", "HEAD"))
+    told = f"the clone {place}, at {version[:12]}"
+    return UpdateSource(told=told, version=version, look=look, bring=bring, newest=newest)
+
+
+class NodeKeeper:
+    """Stops the node of a data directory, and starts it again as it was."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._run = find_running(folder)
+        self._service = service_of(folder, self._run.service) if self._run else None
+
+    def check(self) -> None:
+        """Raise ConfigError where the node could not be stopped or started again."""
+        if self._run is not None and self._service is None:
+            check_start(self._run)
+        if self._service is not None:
+            self._service.check_root()
+
+    def stop(self) -> None:
+        """Drain the node and wait for its end. Raises KakeyaError."""
+        if self._run is None:
+            return
+        drain(self._folder, PATIENCE_S, until_replaced=False, tell=_tell)
+        if self._service is not None:  # which would start it again
+            self._service.stop()
+        while is_held(self._folder):
+            time.sleep(_LOOK_S)
+
+    def start(self) -> None:
+        """Start the node, and wait until it serves. Raises KakeyaError."""
+        if self._run is None:
+            return
+        if self._service is not None:
+            self._service.start()
+            until_healthy(until_ready(self._folder, 0))
+        else:
+            started = start_again(self._run, self._folder)
+            until_healthy(until_ready(self._folder, self._run.pid, started))
+
+    def end(self) -> None:
+        """End what `start` began and what does not serve."""
+        if self._service is not None:
+            self._service.stop()
+        elif find_running(self._folder) is not None:
+            drain(self._folder, 1.0, until_replaced=False, tell=_tell)
+        while is_held(self._folder):
+            time.sleep(_LOOK_S)
+
+
+def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str:
+    """Update, and return what came of it. Raises ConfigError with the version before in place."""
+    _all(ask, source.look)
+    newest = to or source.newest()
+    if newest and newest == source.version:
+        return f"{source.told}: that is the newest version"
+    node.check()
+    _tell(source.told)
+    node.stop()
+    try:
+        _all(ask, source.bring(to))
+        node.start()
+    except (KakeyaError, OSError) as problem:
+        reason = problem.message if isinstance(problem, KakeyaError) else str(problem)
+        _tell(f"the new version does not serve: {reason}; going back")
+        node.end()
+        _all(ask, source.bring(source.version))
+        node.start()
+        raise ConfigError(f"not updated: {reason}; {source.version[:12]} runs again") from problem
+    return f"updated from {source.version[:12]} to {newest[:12] or 'the newest package'}"
+
+
+def until_healthy(run: RunInfo) -> None:
+    """Wait until a node answers and its models serve, or load still after `HEALTH_S`.
+
+    Raises ConfigError for a model that failed, and a node that does not answer.
+    """
+    api, ends_mono, fault = NodeApi(address=run.http), time.monotonic() + HEALTH_S, ""
+    while time.monotonic() < ends_mono:
+        try:
+            models = api.get("/api/v1/status").get("models")
+        except KakeyaError as problem:
+            fault = problem.message
+        else:
+            fault = ""
+            states = (
+                [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+            )
+            if failed := [one for one in states if one.get("state") == "failed"]:
+                raise ConfigError(f"{failed[0].get('model_id')}: {failed[0].get('error')}")
+            if all(one.get("state") in ("ready", "unloaded") for one in states):
+                return
+        time.sleep(_LOOK_S)
+    if fault:
+        raise ConfigError(fault)
+
+
+def _all(ask: Program, commands: Sequence[Sequence[str]]) -> None:
+    for command in commands:
+        _said(ask, command)
+
+
+def _said(ask: Program, command: Sequence[str]) -> str:
+    done = ask(command)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+        raise ConfigError(f"{shlex.join(command)}: {lines[-1]}")
+    return done.stdout.strip()
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
