@@ -1,0 +1,117 @@
+"""`kakeya update`: a clone with an upstream, and a node that serves the new version or does not."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kakeya.cli.service.command import program
+from kakeya.cli.service.update import NodeKeeper, UpdateSource, git_source, pip_source, update
+from kakeya.core.errors import ConfigError
+
+
+def git(place: Path, *words: str) -> str:
+    who = ("-c", "user.name=x", "-c", "user.email=x@y")
+    said = subprocess.run(
+        ["git", *who, "-C", str(place), *words], capture_output=True, text=True, check=True
+    )
+    return said.stdout.strip()
+
+
+def commit(place: Path, text: str) -> str:
+    (place / "file").write_text(text)
+    git(place, "add", "file")
+    git(place, "commit", "--quiet", "-m", text)
+    return git(place, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    origin = tmp_path / "origin"
+    subprocess.run(["git", "init", "--quiet", "-b", "main", str(origin)], check=True)
+    commit(origin, "one")
+    subprocess.run(["git", "clone", "--quiet", str(origin), str(tmp_path / "clone")], check=True)
+    return tmp_path / "clone"
+
+
+class Node(NodeKeeper):
+    """A node that serves no version of `bad`."""
+
+    def __init__(self, place: Path, bad: str = "") -> None:
+        super().__init__(place)
+        self.file = place / "file"
+        self.bad = bad
+        self.done: list[str] = []
+
+    def stop(self) -> None:
+        self.done.append("stop")
+
+    def start(self) -> None:
+        text = self.file.read_text()
+        self.done.append(f"start {text}")
+        if text == self.bad:
+            raise ConfigError("it ended at once")
+
+    def end(self) -> None:
+        self.done.append("end")
+
+
+def without_pip(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    if "pip" in command:
+        return subprocess.CompletedProcess(command, 0, "", "")
+    return program(command)
+
+
+def test_a_clone_follows_its_upstream(clone: Path, tmp_path: Path) -> None:
+    node, source = Node(clone), git_source(clone, program)
+    assert update(source, node, without_pip, "").endswith("that is the newest version")
+    assert node.done == []
+    new = commit(tmp_path / "origin", "two")
+    assert (
+        update(source, node, without_pip, "") == f"updated from {source.version[:12]} to {new[:12]}"
+    )
+    assert node.done == ["stop", "start two"]
+    assert git_source(clone, program).version == new
+
+
+def test_a_version_that_does_not_serve_is_taken_back(clone: Path, tmp_path: Path) -> None:
+    commit(tmp_path / "origin", "two")
+    node, source = Node(clone, bad="two"), git_source(clone, program)
+    with pytest.raises(ConfigError, match=r"not updated: it ended at once; \w{12} runs again"):
+        update(source, node, without_pip, "")
+    assert node.done == ["stop", "start two", "end", "start one"]
+    assert git_source(clone, program).version == source.version
+
+
+def test_changes_of_the_owner_are_left_alone(clone: Path, tmp_path: Path) -> None:
+    commit(tmp_path / "origin", "two")
+    (clone / "file").write_text("mine")
+    node = Node(clone)
+    with pytest.raises(ConfigError, match=r"has changes of its own \(M file\)"):
+        update(git_source(clone, program), node, without_pip, "")
+    assert (node.done, (clone / "file").read_text()) == ([], "mine")
+
+
+def test_a_package_is_brought_by_pip_and_taken_back_by_its_version(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def pip(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        asked.append(" ".join(command[-2:]))
+        fails = command[-1] == "kakeya==9"
+        return subprocess.CompletedProcess(command, fails, "", "No matching distribution")
+
+    (tmp_path / "file").write_text("one")
+    source: UpdateSource = pip_source("0.1.0")
+    assert update(source, Node(tmp_path), pip, "") == "updated from 0.1.0 to the newest package"
+    with pytest.raises(
+        ConfigError, match=r"kakeya==9: No matching distribution; 0\.1\.0 runs again"
+    ):
+        update(source, Node(tmp_path), pip, "9")
+    assert asked == [
+        "--upgrade kakeya",
+        "--disable-pip-version-check kakeya==9",
+        "--disable-pip-version-check kakeya==0.1.0",
+    ]
