@@ -7,6 +7,7 @@ Everything that the page answers has really happened: a model was evicted, a nod
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -40,6 +41,7 @@ pytestmark = [
 ]
 TOOLS = "kakeya-tiny-tools"
 WAIT_MS = 60_000
+DO = ("Load", "Unload")
 MOST_REQUESTS, FIRST_PAINT_MS, SIMULATED = 10, 1000, 50
 AXE = Path(os.environ.get("KAKEYA_AXE", "node_modules/axe-core/axe.min.js"))
 """What `npm install axe-core` brings."""
@@ -208,13 +210,13 @@ async def test_a_model_is_unloaded_and_loaded_by_keyboard(browser: Browser, shel
         await page.get_by_role("link", name="Models").focus()
         await page.keyboard.press("Enter")
         row = page.locator("tr", has_text=VERIFIER).first
-        await expect(row.get_by_role("button")).to_be_enabled()
-        if await row.get_by_role("button", name="Load").count():
-            await row.get_by_role("button", name="Load").press("Enter")
-        await row.get_by_role("button", name="Unload").press("Enter")
-        await expect(row.get_by_role("button", name="Load", exact=True)).to_be_enabled()
-        await row.get_by_role("button", name="Load", exact=True).press("Enter")
-        await expect(row.get_by_role("button", name="Unload")).to_be_enabled()
+        load, unload = (row.get_by_role("button", name=name, exact=True) for name in DO)
+        await expect(load.or_(unload)).to_be_enabled()
+        if await load.count():
+            await load.press("Enter")
+        await unload.press("Enter")
+        await load.press("Enter")
+        await expect(unload).to_be_enabled()
         await page.get_by_label("Model to pull").fill("nobody/has-it")
         await page.keyboard.press("Enter")
         await keep(page, "models")
@@ -309,3 +311,30 @@ async def test_is_a_link_degraded_and_what_changed(browser: Browser, shelf: Shel
             await keep(page, "news")
     finally:
         shelf.nodes[2].send(signal.SIGCONT)
+
+
+async def test_a_key_of_role_admin_opens_it_and_no_other(browser: Browser, tmp_path: Path) -> None:
+    async with NodeProcess(tmp_path, "--proposer", "ngram", "--http-keys", "always") as node:
+        data = ("--data-dir", str(tmp_path / "data"))
+
+        async def key(name: str, role: str) -> str:
+            told = await asyncio.to_thread(
+                run_cli, "key", "add", name, "--role", role, "--json", *data
+            )
+            assert told.returncode == 0, told.stderr
+            found: str = json.loads(told.stdout)["key"]
+            return found
+
+        page = await browser.new_page()
+        await page.goto(f"http://{node.http}")
+        for given, said in (
+            ("wrong", "does not count here"),
+            (await key("program", "infer"), "role admin"),
+        ):
+            await page.get_by_label("Admin key").fill(given)
+            await page.get_by_role("button", name="Open").click()
+            await expect(page.locator("main .error")).to_contain_text(said, timeout=WAIT_MS)
+        await page.get_by_label("Admin key").fill(await key("me", "admin"))
+        await page.keyboard.press("Enter")
+        await page.locator(".tile").wait_for(timeout=WAIT_MS)
+        await page.close()

@@ -78,6 +78,7 @@ async def test_what_tells_of_the_node_needs_the_role_admin(folder, tmp_path, inf
             ("/", 200, 200),
             ("/health", 200, 200),
             ("/healthz", 200, 200),
+            ("/page/page.js", 200, 200),
             ("/readyz", 401, 200),
             ("/v1/models", 401, 200),
             ("/metrics", 401, 403),

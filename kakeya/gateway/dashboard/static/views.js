@@ -123,6 +123,7 @@ export function fleetView(fleet, actions) {
     h("p", { class: "soft" }, told.rest),
     warnings(fleet.fleet.warnings ?? []),
     picture(fleet),
+    ringPanel(fleet),
     h("h2", { class: "group" }, "Questions"),
     h("ul", { class: "asks" }, Object.keys(QUESTIONS).map((key) => {
       const { question, answer, tone } = answered(fleet, key, actions.warmth);
@@ -130,6 +131,12 @@ export function fleetView(fleet, actions) {
     })),
     h("div", { class: "two wide" }, panel("Last requests", requestTable(fleet, fleet.recent.slice(0, 6))), panel("Last events", timeline(happenings(fleet).slice(0, 6), fleet.nodes.length > 1, fleet.nameOf))),
   ];
+}
+
+function ringPanel(fleet) {
+  const rings = fleet.fleet.rings ?? [];
+  if (!rings.length) return null;
+  return panel("Ring groups", table(["model", "nodes", "split", "backend"], rings.map((one) => [one.model_id, joined(one.nodes.map((name) => name ?? "one that does not answer")), one.split, one.backend]), ""));
 }
 
 const warnings = (list) => list.length ? h("ul", { class: "warnings" }, list.map((one) => h("li", {}, one))) : null;
@@ -219,9 +226,11 @@ export function nodeView(fleet, id) {
   fact("Answers now", node.isWatched ? node.running : null);
   fact("Requests waiting", node.isWatched ? node.waiting.length : null);
   fact("Speed", rateOf(fleet, node));
+  const drafted = fleet.recent.filter((one) => one.node === node.id && one.drafted);
+  fact("Drafts accepted", drafted.length ? percent(sum(drafted.map((one) => one.accepted)) / sum(drafted.map((one) => one.drafted))) : null);
   fact("Prompts kept in memory", told.prefixes && bytes(told.prefixes.pages.bytes));
   fact("Prompts kept on disk", told.prefixes && bytes(told.prefixes.disk.bytes));
-  fact("Conversations", told.precache?.conversations);
+  fact("Warm conversations", told.precache?.conversations);
   fact("Cached tokens", told.prefixes && told.prefixes.hit_tokens + told.prefixes.computed_tokens ? percent(told.prefixes.hit_tokens / (told.prefixes.hit_tokens + told.prefixes.computed_tokens)) : null);
   fact("Answers for peers", told.routes?.for_peers);
   fact("Id", h("span", { class: "mono small" }, node.id));
@@ -297,8 +306,14 @@ export function settingsView(config) {
 
 export function modelsView(fleet, actions) {
   const { files, names, doing } = actions;
-  const own = fleet.own, inMemory = new Set((own.memory?.residents ?? []).map((one) => one.model));
+  const own = fleet.own, inMemory = new Map((own.memory?.residents ?? []).map((one) => [one.model, one.state]));
   const act = (text, path, model, more = {}, tone = "") => h("button", { type: "button", class: `small ${tone}`, disabled: doing.has(model), "data-key": `${path} ${model}`, onclick: () => actions.act(path, model, more) }, text);
+  const memoryAction = ({ model_id, manifest }) => {
+    const state = inMemory.get(model_id);
+    if (!manifest) return "";
+    if (!state) return act("Load", "load", model_id);
+    return state === "ready" ? act("Unload", "unload", model_id) : h("span", { class: "soft small" }, state);
+  };
   const pull = (event) => {
     event.preventDefault();
     const field = event.target.elements.model;
@@ -310,7 +325,7 @@ export function modelsView(fleet, actions) {
     h("p", { class: "soft" }, "A model is loaded by its first request and leaves memory when others need the room; that is seldom a thing to do by hand."),
     actions.failed && h("ul", { class: "warnings", role: "alert" }, h("li", {}, actions.failed)),
     h("div", { style: { "margin-top": "18px" } }, panel("Served", table(["model", "action", "role", "state", "#running", "#waiting", "#context"], own.models.map((one) => [
-      one.model_id, one.manifest ? inMemory.has(one.model_id) ? act("Unload", "unload", one.model_id) : act("Load", "load", one.model_id) : "", one.role, [stateOf(one), one.load && h("span", { class: "soft small" }, ` ${Object.values(one.load).filter((value) => typeof value === "string").join(", ")}`)], one.running ?? "", one.waiting ?? "", one.context_tokens?.toLocaleString("en") ?? "",
+      one.model_id, memoryAction(one), one.role, [stateOf(one), one.load && h("span", { class: "soft small" }, ` ${Object.values(one.load).filter((value) => typeof value === "string").join(", ")}`)], one.running ?? "", one.waiting ?? "", one.context_tokens?.toLocaleString("en") ?? "",
     ]), "It serves no model."))),
     own.pulls.length > 0 && panel("Downloads", own.pulls.map((one) => h("div", {},
       h("p", {}, h("b", {}, one.name), ` ${one.phase}, ${bytes(one.done_bytes)}${one.bytes ? ` of ${bytes(one.bytes)}` : ""}, ${bytes(one.bytes_per_second)}/s ${one.sources.length ? `from ${joined(one.sources)}` : ""} ${one.note}`),
