@@ -141,10 +141,10 @@ function wait(fleet) {
   };
 }
 
-/** The conversations of the last requests, each with its last turn. */
+/** The conversations of the last requests that this node took, each with its last turn. */
 export function conversations(fleet) {
   const found = new Map();
-  for (const one of fleet.recent) {
+  for (const one of fleet.recent.filter(({ via }) => via === fleet.own?.id)) {
     const key = one.conversation || one.id;
     const known = found.get(key);
     if (known) known.turns += 1;
@@ -202,7 +202,7 @@ function memory(fleet) {
   if (!fullest) return { answer: "No node tells of its memory.", tone: "", reasons: [], rows };
   const [first] = rows;
   const answer = first ? `${first.name} on ${first.node.name}, ${bytes(first.bytes)}; ${fullest.name} is ${percent(share(fullest))} full.` : "Nothing is in memory.";
-  return { answer, tone: share(fullest) > 0.97 ? "warn" : "", reasons: [], rows };
+  return { answer, tone: "", reasons: [], rows };
 }
 
 export const share = (node) => node.memory?.budget_bytes ? Math.min(1, node.memory.committed_bytes / node.memory.budget_bytes) : 0;

@@ -48,6 +48,11 @@ export const bytes = (size) => {
   while (size >= 1000 && step < units.length - 1) { size /= 1024; step += 1; }
   return `${size < 10 && step ? size.toFixed(1) : Math.round(size)} ${units[step]}`;
 };
+/** A size and the whole that it is a part of, with the unit once where both have the same. */
+export const partOf = (part, whole) => {
+  const [size, unit] = bytes(part).split(" ");
+  return bytes(whole).endsWith(` ${unit}`) ? `${size} of ${bytes(whole)}` : `${size} ${unit} of ${bytes(whole)}`;
+};
 export const seconds = (s) => {
   if (s === null || s === undefined) return "";
   if (s < 0.0995) return `${Math.round(s * 1000)} ms`;

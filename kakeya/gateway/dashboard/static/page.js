@@ -5,6 +5,7 @@ import { startChat } from "./chat.js";
 import { h, morphChildren } from "./dom.js";
 import * as views from "./views.js";
 
+const WARM_TRIES = 3;
 const AGAIN_S = [0.5, 1, 2, 5, 10];
 const VIEWS = [["", "Fleet"], ["chat", "Chat"], ["requests", "Requests"], ["memory", "Memory"], ["models", "Models"], ["leases", "Leases"], ["events", "Events"], ["settings", "Settings"]];
 const KEY = "kakeya.key", THEME = "kakeya.theme";
@@ -105,19 +106,23 @@ const actions = {
     await actions.readModels();
   },
   warmth: new Map(),
+  /** Ask which nodes have the KV of requests now; the answer is in `warmth`, null until it is there. */
   wantWarmth(records) {
     for (const one of records) {
       if (actions.warmth.has(one.id)) continue;
       actions.warmth.set(one.id, null);
-      call(`/api/v1/requests/${encodeURIComponent(one.id)}`).then((answer) => answer.json()).then((told) => {
-        actions.warmth.set(one.id, told.warm ?? []);
-        // What an engine has just computed is counted a moment later.
-        if (!told.warm?.length && Date.now() / 1000 - one.ended_at < 30) setTimeout(() => { actions.warmth.delete(one.id); show(); }, 3000);
-        show();
-      }, () => actions.warmth.set(one.id, []));
+      readWarmth(one, 0);
     }
   },
 };
+
+async function readWarmth(record, tries) {
+  const told = await call(`/api/v1/requests/${encodeURIComponent(record.id)}`).then((answer) => answer.json()).catch(() => ({}));
+  // What an engine has just computed is found a moment later.
+  if (!told.warm?.length && tries < WARM_TRIES && Date.now() / 1000 - record.ended_at < 30) setTimeout(() => readWarmth(record, tries + 1), 1500);
+  else actions.warmth.set(record.id, told.warm ?? []);
+  show();
+}
 
 const where = () => location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
 

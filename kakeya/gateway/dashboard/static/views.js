@@ -1,7 +1,7 @@
 // The views: each a function of the fleet that returns what is to be seen.
 
 import { answered, conversations, evictions, happenings, headline, occupants, QUESTIONS, share, speeds } from "./answers.js";
-import { bytes, clock, count, h, joined, percent, seconds, speed, sum } from "./dom.js";
+import { bytes, clock, count, h, joined, partOf, percent, seconds, speed, sum } from "./dom.js";
 
 const MOST_ROUND = 9;
 const DENSE = 20;
@@ -77,7 +77,7 @@ function tile(fleet, node, at, isDense = false) {
   },
     h("span", { class: "name" }, h("i", { class: `state ${tone}` }), h("b", {}, node.name), h("span", { class: "unseen" }, `, ${SAID[tone]}`), h("span", { class: "soft" }, node.isSelf ? "this node" : rateOf(fleet, node))),
     memory ? bar(node) : h("div", { class: "bar" }),
-    h("span", { class: "row" }, h("span", {}, served(node)), h("span", { class: "number" }, memory ? isDense ? percent(share(node)) : `${bytes(memory.committed_bytes)} of ${bytes(memory.budget_bytes)}` : bytes(node.card.memory_bytes))),
+    h("span", { class: "row" }, h("span", {}, served(node)), h("span", { class: "number" }, memory ? isDense ? percent(share(node)) : partOf(memory.committed_bytes, memory.budget_bytes) : bytes(node.card.memory_bytes))),
     node.link && h("span", { class: `wire ${node.link.tone}` }, wireText(node.link)),
     h("span", { class: "badges" }, badges(node))));
 }
@@ -88,8 +88,10 @@ export function picture(fleet) {
   const peers = nodes.filter((node) => node !== own);
   const isRound = peers.length > 0 && peers.length <= MOST_ROUND;
   if (!isRound) return h("div", { class: `picture ${nodes.length > DENSE ? "dense" : ""}` }, h("ul", { class: "tiles", "aria-label": "Nodes" }, nodes.map((node) => tile(fleet, node, {}, nodes.length > DENSE))));
-  const tall = peers.length <= 2 ? 150 : peers.length <= 4 ? 430 : 560;
+  const tall = peers.length <= 2 ? 150 : peers.length <= 4 ? 330 : 560;
   const spot = (i) => {
+    if (peers.length === 3) return [[13, 50], [87, 19], [87, 81]][i];
+    if (peers.length === 4) return [[13, 19], [13, 81], [87, 19], [87, 81]][i];
     const angle = Math.PI + (2 * Math.PI * i) / peers.length;
     return [50 + 37 * Math.cos(angle), 50 + (peers.length <= 2 ? 0 : 37) * Math.sin(angle)];
   };
@@ -267,7 +269,10 @@ export function requestsView(fleet) {
 export function requestView(fleet, id, explained) {
   const back = crumb("#/requests", "Requests");
   if (!explained) return [back, h("h1", { class: "lead mono" }, id), empty("Reading…")];
-  if (explained.error) return [back, h("h1", { class: "lead" }, "This request is not remembered here."), h("p", { class: "soft" }, explained.error)];
+  if (explained.error) {
+    const brief = fleet.recent.find((one) => one.id === id);
+    return [back, h("h1", { class: "lead" }, brief ? `${fleet.nameOf(brief.via)} took this request.` : "This request is not remembered here."), h("p", { class: "soft" }, brief ? "The page of that node tells more of it." : explained.error), brief && h("div", { style: { "margin-top": "18px" } }, panel("In brief", requestTable(fleet, [brief])))];
+  }
   const facts = [], fact = (name, value) => value !== null && value !== undefined && value !== "" && facts.push(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
   if (explained.state) {
     fact("State", explained.state);
