@@ -29,10 +29,10 @@ from kakeya.backends.ring import weights
 from kakeya.backends.ring.calls import RingPeers
 from kakeya.backends.ring.formation import Formation
 from kakeya.backends.ring.host import RankHost, lends_not
+from kakeya.backends.ring.led_group import BACKEND, LedGroup
 from kakeya.backends.ring.members import GroupEnded, Memberships
 from kakeya.backends.ring.spec import RingSpec
 from kakeya.backends.ring.state import GroupPhase, GroupState
-from kakeya.backends.sizes import LeaseSize
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
     ConfigError,
@@ -48,9 +48,7 @@ from kakeya.core.figures import Figure, Json, from_zero, gauge
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, sleep_or_wake
-from kakeya.core.units import MIB
 from kakeya.fleet.cards.ring_offer import RingOffer
-from kakeya.generation.facts import ModelState
 from kakeya.generation.manifest import Manifest
 from kakeya.memory.api import Terms
 from kakeya.prefix.peers.peers import Neighbourhood
@@ -58,59 +56,9 @@ from kakeya.prefix.peers.peers import Neighbourhood
 _log = logging.getLogger(__name__)
 FILE = "ring-groups.json"
 """The wishes, in the data directory."""
-BACKEND = "ring"
-"""Of mlx.distributed: TCP."""
 TELL_S = 1.0
 UP_S = 1800.0
 """The longest way up: the largest models load for minutes."""
-
-
-class LedGroup:
-    """One group, from its wish on."""
-
-    def __init__(self, spec: RingSpec, formation: Formation) -> None:
-        self.spec = spec
-        self.formation = formation
-        self.state = GroupState()
-        self.model: ResidentModel | None = None
-        """None until the weights were found here."""
-        self.size: LeaseSize | None = None
-        self.wake = asyncio.Event()
-        self.are_members_live = True
-        self.trying: asyncio.Task[None] | None = None
-        """The first try, while `raise_group` tells of it."""
-        self.keeping: asyncio.Task[None] | None = None
-        self.ending: asyncio.Task[None] | None = None
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """Those that bring it up."""
-        return [task for task in (self.trying, self.keeping) if task is not None]
-
-    def look(self, now: float) -> None:
-        """Follow the state of the model."""
-        if self.model is None:
-            return
-        before = self.state.phase
-        match self.model.state:
-            case ModelState.READY:
-                self.state = self.state.up(now)
-            case ModelState.FAILED | ModelState.UNLOADED if before is GroupPhase.UP:
-                self.state = self.state.failed(self.model.last_error or "it left memory", now)
-            case ModelState.LOADING | ModelState.RESTARTING if before is GroupPhase.UP:
-                self.state = replace(self.state.began(now), reason=self.model.last_error)
-            case ModelState.FAILED if before is GroupPhase.STARTING:
-                self.state = self.state.failed(self.model.last_error, now)
-            case _:
-                pass
-        if self.state.phase is not before:
-            self.wake.set()
-            event(
-                _log,
-                f"ring group {self.state.phase}",
-                group=self.spec.name,
-                reason=self.state.reason or "-",
-            )
 
 
 class RingGroups:
@@ -216,7 +164,7 @@ class RingGroups:
         try:
             while not trying.done():
                 await asyncio.wait((trying,), timeout=TELL_S)
-                yield self._shown(group)
+                yield self._told(group)
             if group.ending is not None:
                 raise Conflict(  # noqa: TRY301
                     f"ring group {spec.name} was ended while it came up"
@@ -281,7 +229,7 @@ class RingGroups:
 
     def status(self) -> list[Json]:
         """The groups that this node leads."""
-        return [self._shown(group) for group in self._groups.values()]
+        return [self._told(group) for group in self._groups.values()]
 
     def overview(self) -> Json:
         """The groups that this node leads, and its ranks of others."""
@@ -436,48 +384,8 @@ class RingGroups:
         except OSError as problem:
             event(_log, "wishes not saved", level=logging.WARNING, problem=problem)
 
-    def _shown(self, group: LedGroup) -> Json:
-        state, now = group.state, self._clock.mono()
-        spec, formation, model = group.spec, group.formation, group.model
-        check = model.check if model else None
-        retry_s = state.retry_mono - now if state.phase is GroupPhase.WAITING else None
-        return {
-            "name": spec.name,
-            "model": spec.source,
-            "split": spec.split,
-            "backend": BACKEND,
-            "id": formation.group_id,
-            "leader": self._peers.own_id,
-            "state": state.phase.value,
-            "seconds": round(now - state.since_mono, 1),
-            "reason": "; ".join(filter(None, (state.reason, *formation.faults))),
-            "retry_s": None if retry_s is None else round(max(0.0, retry_s), 1),
-            "answers": str(check.status()["state"]) if check else "",
-            "canary": check.status() if check else None,
-            "restarts": model.restarts if model else 0,
-            "ranks": [self._rank(group, rank) for rank in range(len(spec.seats))],
-        }
-
-    def _rank(self, group: LedGroup, rank: int) -> Json:
-        seat, formation, model = group.spec.seats[rank], group.formation, group.model
-        lent = formation.ranks[rank - 1] if 0 < rank <= len(formation.ranks) else None
-        size = lent.bytes if lent else group.size.bytes if group.size and not rank else 0
-        is_there = lent is not None if rank else model is not None and model.resident is not None
-        is_up = is_there and group.state.phase is GroupPhase.UP
-        load = ""
-        if rank and lent and lent.progress:
-            load = lent.progress.describe()
-        elif not rank and model and model.backend and model.backend.progress:
-            load = model.backend.progress.describe()
-        return {
-            "rank": rank,
-            "node_id": seat.node,
-            "node": self._peers.label_of(seat.node),
-            "layers": seat.layers,
-            "memory_mb": (size or seat.lend_bytes) // MIB,
-            "state": "up" if is_up else "loading" if load else "leased" if is_there else "away",
-            "load": "" if is_up else load,
-        }
+    def _told(self, group: LedGroup) -> Json:
+        return group.describe(self._peers.label_of, self._clock.mono())
 
 
 def _offer(spec: RingSpec, rank: int, group_id: str) -> RingOffer:
