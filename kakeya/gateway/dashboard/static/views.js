@@ -215,6 +215,16 @@ function memoryPanels(fleet) {
   }));
 }
 
+/** The address of a peer's own page, if this browser can reach it. */
+function pageOf(node) {
+  if (node.isSelf || !node.told.node) return null;
+  const [, host, port] = /^(.*):(\d+)$/.exec(node.told.node.http) ?? [];
+  const isLocal = /^(127\.|localhost|\[::1\])/.test(host);
+  if (isLocal) return node.link.kind === "loopback" ? `http://${host}:${port}/` : null;
+  const named = /^(0\.0\.0\.0|\[::\])$/.test(host) ? node.link.address.replace(/:\d+$/, "") : host;
+  return `${location.protocol}//${named}:${port}/`;
+}
+
 export function nodeView(fleet, id) {
   const node = fleet.byId.get(id);
   if (!node) return [crumb("#/", "Fleet"), h("h1", { class: "lead" }, "No such node is here now.")];
@@ -237,7 +247,7 @@ export function nodeView(fleet, id) {
   fact("Answers for peers", told.routes?.for_peers);
   fact("Id", h("span", { class: "mono small" }, node.id));
   fact("gRPC", h("span", { class: "mono small" }, node.card.grpc_address));
-  const ownPage = told.node && !node.isSelf ? h("a", { href: `http://${told.node.http}/` }, "Its own page") : null;
+  const own = pageOf(node), ownPage = own && h("a", { href: own }, "Its own page");
   return [
     crumb("#/", "Fleet"),
     h("h1", { class: "lead" }, node.name),
