@@ -350,7 +350,7 @@ export function modelsView(fleet, actions) {
       files ? table(["model", "action", "#size", "here", "at peers"], files.data.map((one) => [
         one.id, !one.path ? act("Pull", "pull", one.id) : one.is_pulled ? act("Remove", "remove", one.id, {}, "danger") : "", bytes(one.bytes), one.path ? [one.is_pulled ? "pulled" : "yes", one.is_kept && "kept", one.loaded_as ? "loaded" : one.configured_as && "configured"].filter(Boolean).join(", ") : "no", joined([...one.peers, ...one.fetching.map((name) => `${name} (comes)`)]),
       ]), "No model lies on the disks of this node and its peers.") : empty("Reading…")),
-    panel("Adapters", table(["adapter", "base", "on", "#slots", "#uses"], adapterRows(fleet, names), "No adapter is registered. Register one with kakeya adapters add.")),
+    panel("Adapters", table(["adapter", "base", "in a slot on", "#in use", "#uses a minute"], adapterRows(fleet, names), "No adapter is registered. Register one with kakeya adapters add.")),
   ];
 }
 
@@ -358,8 +358,8 @@ function adapterRows(fleet, names) {
   const hot = fleet.nodes.flatMap((node) => Object.entries(node.told.adapters?.models ?? {}).flatMap(([base, told]) => told.hot.map((one) => ({ ...one, base, node, slots: told.slots }))));
   const known = (names?.data ?? []).filter((one) => one.parent);
   return known.map((one) => {
-    const uses = hot.filter((other) => other.base === one.parent && other.adapter.includes(one.id.split(":").at(-1)));
-    return [one.id, one.parent, uses.length ? joined(uses.map((other) => other.node.name)) : "no slot now", uses.length ? sum(uses.map((other) => other.leases)) : 0, uses.length ? Math.round(sum(uses.map((other) => other.uses))) : 0];
+    const uses = hot.filter((other) => other.adapter.split("@")[0] === one.id);
+    return [one.id, one.parent, uses.length ? joined(uses.map((other) => other.node.name)) : "none", uses.length ? sum(uses.map((other) => other.leases)) : 0, uses.length ? Math.round(sum(uses.map((other) => other.uses))) : 0];
   });
 }
 
