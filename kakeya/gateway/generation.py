@@ -46,6 +46,7 @@ from kakeya.generation.waiting import WaitTeller
 from kakeya.prefix.seam import Precache
 from kakeya.text.text import Texts
 from kakeya.text.tools.answer import Part
+from kakeya.wire import traces
 
 GenerationJob = HttpGeneration | RelayedJob
 """One answer to a request, ready to be generated."""
@@ -190,6 +191,14 @@ class Generations:
         if isinstance(job.model, RoutedModel):
             record.routes = tuple(job.model.decisions)
             record.node = job.model.served_by
+        traces.parts(
+            ready_s=record.ready_s,
+            prepared_s=record.prepared_s,
+            first_token_s=record.first_token_s,
+            prefill_s=record.prefill_s,
+            ended_s=record.ended_s,
+            facts={"gen_ai.request.model": record.model_id, "kakeya.served_by": record.node},
+        )
         self.recent.add(record, job.request.token_ids, job.token_ids)
 
     async def run_all(

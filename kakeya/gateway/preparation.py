@@ -53,6 +53,7 @@ from kakeya.prefix.seam import Precache, PrefixClaim
 from kakeya.text.changing_lines import move_changing_lines
 from kakeya.text.prompt import check_prompt
 from kakeya.text.text import TextModel, Texts
+from kakeya.wire import traces
 
 
 class Preparation:
@@ -148,6 +149,7 @@ class Preparation:
             ready_s=self._clock.mono() - began_mono,
         )
         note_record(scope, record)
+        traces.note(record.request_id, {"gen_ai.request.model": record.model_id})
         jobs: list[HttpGeneration] = []
         prompt_tokens = 0
         for prompt in prompts_of(asked):

@@ -72,6 +72,7 @@ from kakeya.node.state_writer import StateWriter
 from kakeya.node.warm import node_precache
 from kakeya.prefix.peers.peers import read_fleet_key
 from kakeya.weights.weights import NodeWeights
+from kakeya.wire import traces
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.server.listeners import Listeners
 from kakeya.wire.server.ports import listen
@@ -173,6 +174,8 @@ class Agent:
             self._home, self._config, identity, clock=self._clock, rng=self._rng
         )
         self._label = self._config.label or (identity.label if identity else "")
+        traces.begin(self._state.node_id, self._label)
+        stack.push_async_callback(traces.end)
         self._is_authority = identity is not None and identity.is_authority
         self._ring_address = probe_ring_environment().ring_address()
         self._incarnation = 0

@@ -38,6 +38,7 @@ from kakeya.prefix.warm.prewarm import PREWARM_S
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceStub
+from kakeya.wire import traces
 from kakeya.wire.beats import hear
 from kakeya.wire.calls import calling
 
@@ -80,7 +81,9 @@ class PeerCalls:
             model_id=model_id, client=client, wait_seconds=wait_s, priority=priority
         )
         with calling(self._name):
-            reply = await self._stub.DescribeModel(request, timeout=wait_s + _MARGIN_S)
+            reply = await self._stub.DescribeModel(
+                request, timeout=wait_s + _MARGIN_S, metadata=traces.metadata()
+            )
         return PeerDescription(
             facts=facts_from_wire(reply.facts),
             manifest=manifest_from_wire(reply.manifest),
@@ -145,7 +148,7 @@ class PeerCalls:
         if request.wait is not None:
             request.wait.ask = lambda: told
         with calling(self._name):
-            call = self._stub.Decode(message, timeout=_LONGEST_S)
+            call = self._stub.Decode(message, timeout=_LONGEST_S, metadata=traces.metadata())
         try:
             while (answer := await hear(call, pb.RoutedDecodeResponse, self._name)) is not None:
                 if not answer.HasField("frames"):

@@ -7,8 +7,9 @@ never goes on to a third node.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from kakeya.generation.engine_wire import (
     request_from_wire,
 )
 from kakeya.generation.facts import ModelFacts
+from kakeya.generation.frames import Done, Frame, Tokens
 from kakeya.generation.kv import KvHolder
 from kakeya.generation.model import DraftRouter, LoadableModel
 from kakeya.generation.request import DecodeRequest
@@ -45,6 +47,7 @@ from kakeya.prefix.warm.for_peers import PeerPrefix, PrefixesForPeers
 from kakeya.v1 import engine_pb2
 from kakeya.v1 import serving_pb2 as pb
 from kakeya.v1.serving_pb2_grpc import ServingServiceServicer
+from kakeya.wire import traces
 from kakeya.wire.beats import with_beats
 from kakeya.wire.status import errors_end
 
@@ -98,9 +101,9 @@ class ServingService(ServingServiceServicer):
             facts = model.facts
             if facts is None:
                 self._refuse_new()
-                facts = await model.ready(
-                    request.wait_seconds, priority_from_wire(request.priority)
-                )
+                priority = priority_from_wire(request.priority)
+                with _span("DescribeModel", request.model_id, context):
+                    facts = await model.ready(request.wait_seconds, priority)
             return pb.DescribeModelResponse(
                 facts=facts_to_wire(facts),
                 manifest=manifest_to_wire(model.manifest),
@@ -151,8 +154,13 @@ class ServingService(ServingServiceServicer):
             asked, model = self._asked(request)
             wait = WaitTeller(model.waits_for)
             self.served += 1
-            with self._clients.request(asked.client, asked.user) as use:
+            with (
+                _span("Decode", request.model_id, context),
+                self._clients.request(asked.client, asked.user) as use,
+            ):
                 frames = model.decode(replace(asked, wait=wait))
+                if traces.is_on():
+                    frames = _timed(frames, request.model_id)
                 async with aclosing(with_beats(frames)) as beaten:
                     async for frame in beaten:
                         if frame is None:
@@ -318,6 +326,32 @@ class ServingService(ServingServiceServicer):
             kv_holder=KvHolder(node_id=request.kv_holder, tokens=request.kv_holder_tokens),
         )
         return asked, model
+
+
+def _span(name: str, model_id: str, context: Context) -> AbstractContextManager[None]:
+    """The span of a call, below that of the node that makes it."""
+    told = dict(context.invocation_metadata() or ())
+    return traces.request(name, told, {"gen_ai.request.model": model_id})
+
+
+async def _timed(frames: AsyncGenerator[Frame, None], model_id: str) -> AsyncGenerator[Frame, None]:
+    """The same frames; at their end the span has its parts."""
+    began_mono, first_s, prefill_s = time.monotonic(), None, None
+    try:
+        async with aclosing(frames):
+            async for frame in frames:
+                if isinstance(frame, Tokens) and first_s is None:
+                    first_s = time.monotonic() - began_mono
+                if isinstance(frame, Done):
+                    prefill_s = frame.usage.prefill_s
+                yield frame
+    finally:
+        traces.parts(
+            ended_s=time.monotonic() - began_mono,
+            first_token_s=first_s,
+            prefill_s=prefill_s,
+            facts={"gen_ai.request.model": model_id},
+        )
 
 
 def _claim(

@@ -44,6 +44,7 @@ from kakeya.gateway.http.request_ids import (
     name_request,
     request_id,
 )
+from kakeya.wire import traces
 
 _log = logging.getLogger(__name__)
 _SHOWN_PATH = 200
@@ -208,7 +209,11 @@ class Edge:
         exchange = _Exchange(receive, send, self._rest_s, lambda: self._headers(scope))
         began_mono = self._mono()
         try:
-            await self._serve(scope, exchange)
+            if scope["method"] == "POST":
+                with traces.request(f"POST {scope['path'][:80]}", Headers(scope=scope)):
+                    await self._serve(scope, exchange)
+            else:
+                await self._serve(scope, exchange)
         finally:
             seconds = self._mono() - began_mono
             self._metrics.answered(scope, exchange.status, seconds)
