@@ -22,7 +22,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from kakeya.cli.show.labels import NodeLabels
 from kakeya.config.config import SETTINGS
+from kakeya.core import units
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import DeadlineExceeded, PeerProtocol, PeerUnavailable
 from kakeya.core.settings import Illegal, peer_address
@@ -209,8 +211,9 @@ def _table(lines: list[Finding]) -> Table:
 
 
 def printable(text: str) -> str:
-    """Replace control characters of a terminal: peers choose labels and errors."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    """Replace control characters of a terminal, since peers choose labels and errors, and shorten
+    ids made from keys: the start of one names a node, too."""
+    return NodeLabels().within(units.printable(text))
 
 
 @contextmanager

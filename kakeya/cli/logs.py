@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
 from kakeya.cli.show.labels import NodeLabels
-from kakeya.cli.talk.waiting import printable
 from kakeya.core.errors import NotFound
 from kakeya.core.settings import nearest
+from kakeya.core.units import printable
 from kakeya.node.datadir import find_running
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)

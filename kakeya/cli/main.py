@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(problem: KakeyaError) -> None:
-    lines = problem.message.splitlines() or [""]
+    lines = NodeLabels().within(problem.message).splitlines() or [""]
     print("kakeya: " + "\n  ".join(map(printable, lines)), file=sys.stderr)
 
 

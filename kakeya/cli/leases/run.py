@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from kakeya.cli.show.labels import NodeLabels
 from kakeya.core.errors import ConfigError, InvalidArgument, KakeyaError
 from kakeya.core.units import MIB, format_bytes
 from kakeya.memory.arbiter.resident import RequestPriority
@@ -111,7 +112,7 @@ class WaitProgress:
     def waits_for(self, what: str) -> None:
         """Show a reason."""
         self.was_shown = True
-        text = f"kakeya: waiting for {what}"
+        text = f"kakeya: waiting for {NodeLabels().within(what)}"
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from kakeya.cli.show.labels import NodeLabels
 from kakeya.core.units import format_bytes
 from kakeya.memory.leases.lease import LeaseState
 
@@ -26,7 +27,7 @@ def show_leases(
             text = f"{one['id']} {words}{one['note']}"
             console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"granted by node {granter}"
+        f"granted by node {NodeLabels().of(granter)}"
         if granter
         else "no node runs here; each command takes what is free"
     )

@@ -14,13 +14,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
+from kakeya.cli.show.labels import SHORT, labels_in
 from kakeya.cli.show.memory_tables import show_memory
-from kakeya.core.units import format_bytes
+from kakeya.core.units import format_bytes, printable
 
 Json = Mapping[str, object]
 _console = Console()
-_ID_CHARS, _LONG_ID_CHARS = 8, 40
-"""An id made from a key has 52 characters; eight of them distinguish the nodes of a shelf."""
+_LONG_ID_CHARS = 40
+"""An id made from a key has 52 characters."""
 _WIDE = 100
 """Columns from which the whole table of the fleet is legible: addresses break in fewer."""
 _SILENCE = {
@@ -79,9 +80,10 @@ def _write_status(status: Json, console: Console) -> None:
             highlight=False,
             markup=False,
         )
-    warnings = fleet.get("warnings")
-    for warning in warnings if isinstance(warnings, list) else ():
-        console.print(f"[yellow]warning[/yellow]  {escape(str(warning))}", highlight=False)
+    warnings, labels = fleet.get("warnings"), labels_in(_objects(fleet, "nodes"))
+    for warning in map(str, warnings if isinstance(warnings, list) else ()):
+        said = escape(labels.within(warning))
+        console.print(f"[yellow]warning[/yellow]  {said}", highlight=False)
     console.print(_models(_objects(status, "models")))
     _show_requests(_objects(status, "requests"), console)
     for backend in _objects(status, "backends"):
@@ -279,7 +281,7 @@ def _heard(node: Json) -> str:
 def _name(node: Json) -> str:
     """Write the label with the start of an id made from a key; write any other id in full."""
     node_id, label = str(node.get("node_id")), str(node.get("label") or "")
-    short = node_id[:_ID_CHARS] if len(node_id) > _LONG_ID_CHARS else node_id
+    short = node_id[:SHORT] if len(node_id) > _LONG_ID_CHARS else node_id
     return f"{label} ({short})" if label else short
 
 
@@ -298,19 +300,15 @@ def is_object(value: object) -> TypeGuard[Mapping[str, object]]:
 
 def _printable(source: Json) -> Json:
     """Replace control characters of a terminal: nodes choose most of the texts themselves."""
-    return {_plain(key): _plain_value(value) for key, value in source.items()}
+    return {printable(key): _plain_value(value) for key, value in source.items()}
 
 
 def _plain_value(value: object) -> object:
     if isinstance(value, str):
-        return _plain(value)
+        return printable(value)
     if isinstance(value, list):
         return [_plain_value(item) for item in value]
     return _printable(value) if is_object(value) else value
-
-
-def _plain(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _object(source: Json, key: str) -> Json:

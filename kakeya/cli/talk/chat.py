@@ -16,7 +16,7 @@ from kakeya.cli.node_api import NodeApi
 from kakeya.cli.show.labels import labels_of
 from kakeya.cli.talk.conversation import TerminalChat
 from kakeya.cli.talk.generate import account, add_sampling, check_text, models_of
-from kakeya.cli.talk.waiting import WaitLine, printable
+from kakeya.cli.talk.waiting import WaitLine
 from kakeya.core.errors import KakeyaError
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
@@ -74,7 +74,7 @@ class _Chat:
     def tell(self, text: str) -> None:
         """Say something that is no answer, on stderr, dim in a terminal."""
         dim, plain = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
-        print(f"{dim}{printable(text)}{plain}", file=sys.stderr, flush=True)
+        print(f"{dim}{_shown(text)}{plain}", file=sys.stderr, flush=True)
 
     def _lines(self) -> Iterator[str]:
         if not self._is_terminal:
@@ -105,7 +105,7 @@ class _Chat:
                 if piece := _delta(event):
                     waiting.end()
                     text.append(piece)
-                    print(printable(piece), end="", flush=True)
+                    print(_shown(piece), end="", flush=True)
         except KeyboardInterrupt:
             note = "ended by Ctrl-C"
         except KakeyaError as failure:
@@ -157,3 +157,8 @@ def _delta(event: Mapping[str, object]) -> str:
         return ""
     delta = choices[0].get("delta") or {}
     return str(delta.get("content") or "")
+
+
+def _shown(text: str) -> str:
+    """A text without what moves a terminal's cursor, but for line breaks and tabs."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)

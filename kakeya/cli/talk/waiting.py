@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from kakeya.core.units import printable
+
 _ERASE = "\r\033[K"
 
 
@@ -27,8 +29,3 @@ class WaitLine:
         if self._is_shown and sys.stderr.isatty():
             print(_ERASE, end="", file=sys.stderr, flush=True)
         self._is_shown = False
-
-
-def printable(text: str) -> str:
-    """Replace what moves a terminal's cursor, but for line breaks and tabs."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
