@@ -34,9 +34,10 @@ if os.environ.get("KAKEYA_TEST_OPENBLAS") == "1":
     preload_blas(1)  # before any test imports mlx, as in an engine
 IS_SOAK = os.environ.get("KAKEYA_ALL_CASES") == "1"
 # A busy machine is no fault of the code: no example has to be quick. Each commit tries the same
-# examples, so that a failure is the commit's own; scripts/soak draws others each time.
+# examples, so that a failure is the commit's own; scripts/soak draws others each time, and more.
 settings.register_profile(
     "busy",
+    max_examples=100 if IS_SOAK else 30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=not IS_SOAK,
@@ -47,6 +48,12 @@ settings.load_profile("busy")
 def pytest_addoption(parser: pytest.Parser) -> None:
     late.add_options(parser)
     spread.add_options(parser)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Each property is a law, of which scripts/soak tries more cases."""
+    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        item.add_marker("law")
 
 
 @pytest.hookimpl(wrapper=True)

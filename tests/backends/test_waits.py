@@ -9,7 +9,9 @@ from benchmarks.virtual_waits import World, measure
 from benchmarks.wait_estimates import WITHIN
 
 
-@pytest.mark.parametrize(("clients", "rooms"), [(16, 1), (16, 2)])
+@pytest.mark.parametrize(
+    ("clients", "rooms"), [pytest.param(16, 1, marks=pytest.mark.slow), (16, 2)]
+)
 def test_most_of_many_waits_are_told_well(clients: int, rooms: int) -> None:
     """Of models in turn on a budget for one or two; the first waits have no past to go by."""
 

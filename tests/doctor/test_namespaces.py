@@ -115,7 +115,9 @@ def test_a_machine_that_is_switched_off_is_a_fault(
     assert "no answer at all" in gone["detail"]
 
 
-@pytest.mark.parametrize("peer", ["10.77.0.2:50051", "[fd00::9]:50051"])
+@pytest.mark.parametrize(
+    "peer", [pytest.param("10.77.0.2:50051", marks=pytest.mark.slow), "[fd00::9]:50051"]
+)
 def test_alone_an_address_is_dialled(tmp_path: Path, peer: str) -> None:
     with netns.network(2) as (one, _):
         lines = examine(one, tmp_path / "none", peer)

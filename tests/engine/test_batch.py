@@ -278,7 +278,7 @@ def keyed(job: DecodeJob, at: int) -> DecodeJob:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba"])
-@pytest.mark.parametrize("after", [1, 9])
+@pytest.mark.parametrize("after", [1, pytest.param(9, marks=pytest.mark.slow)])
 def test_rows_that_are_parked_again_and_again_get_what_each_gets_alone(
     rigs: dict[str, Rig], name: str, after: int
 ) -> None:

@@ -107,7 +107,7 @@ def test_the_first_token_of_a_prompt_whose_logits_are_known_waits_for_no_step(ri
     run.finish()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_in_whatever_way_it_is_asked_again_the_answer_is_that_of_a_fresh_engine(
     folder: Path, architecture: str
 ) -> None:

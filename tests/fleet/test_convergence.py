@@ -72,6 +72,7 @@ def test_nobody_of_a_thousand_is_falsely_absent(loss: float) -> None:
     _assert_nobody_absent(hours(Case(nodes=1000, loss=loss), 1, 300.0).findings)
 
 
+@pytest.mark.slow
 def test_at_the_pace_of_other_nodes_twenty_five_lose_each_other() -> None:
     """The control, and why the default is not slower: one peer each 30 s."""
     found = hours(
@@ -90,7 +91,9 @@ def test_nodes_that_come_and_go_are_neither_missed_nor_seen_for_long(seconds: fl
 # --- rounds
 
 
-@pytest.mark.parametrize("loss", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize(
+    "loss", [pytest.param(0.0, marks=MANY), pytest.param(0.1, marks=MANY), 0.3]
+)
 @pytest.mark.parametrize(
     ("nodes", "seeds"),
     [
@@ -107,6 +110,7 @@ def test_news_spreads_in_logarithmic_rounds(nodes: int, seeds: int, loss: float)
     assert max(spread_rounds(case, seed) for seed in range(seeds)) <= case.goal_rounds
 
 
+@pytest.mark.slow
 def test_with_one_peer_a_round_news_takes_longer() -> None:
     """The control of the default fanout."""
     ours, lonely = (Case(nodes=25, loss=0.3, pace=Pace(fanout=fanout)) for fanout in (2, 1))
@@ -134,6 +138,7 @@ def test_a_split_longer_than_the_ttl_heals_within_four_rounds(
     assert max(heal_rounds(case, seed) for seed in range(seeds)) <= 4
 
 
+@pytest.mark.slow
 def test_without_remembered_addresses_a_split_never_heals() -> None:
     """The control of row 7."""
     case = Case(nodes=4, faults=Faults(partition_s=150.0), is_forgetful=True)
@@ -229,7 +234,13 @@ def test_a_leaver_is_gone_from_all_views_in_ten_seconds_and_a_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "skew_s", [pytest.param(1.0, marks=MANY), pytest.param(30.0, marks=MANY), 119.0, 3600.0]
+    "skew_s",
+    [
+        pytest.param(1.0, marks=MANY),
+        pytest.param(30.0, marks=MANY),
+        pytest.param(119.0, marks=MANY),
+        3600.0,
+    ],
 )
 def test_wrong_clocks_hide_nobody_and_raise_no_dead(skew_s: float) -> None:
     """Row 9: clocks up to so much ahead or behind; one node is killed."""

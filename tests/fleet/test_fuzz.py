@@ -187,7 +187,7 @@ def _fuzz(inputs: int, seed: int, *, trust: bool) -> None:
     assert grown * 1024 <= MAX_GROWTH_BYTES
 
 
-@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("trust", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_six_thousand_broken_messages_break_nothing(trust: bool) -> None:
     _fuzz(3000, seed=7, trust=trust)
 

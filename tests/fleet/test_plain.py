@@ -103,7 +103,7 @@ async def test_a_plain_node_is_exchanged_with_in_full_after_one_try() -> None:
             assert old.live() == {"a", "b"}
 
 
-@pytest.mark.parametrize("skew_s", [0.0, 30.0])
+@pytest.mark.parametrize("skew_s", [pytest.param(0.0, marks=pytest.mark.slow), 30.0])
 async def test_for_an_hour_nobody_expires_in_a_fleet_of_both_kinds(skew_s: float) -> None:
     """Plain and ours see each other throughout, though ours meet only through the plain one."""
     clock = FakeClock(NOW)

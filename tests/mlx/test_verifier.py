@@ -35,11 +35,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
     "sampling",
     [
         Sampling(temperature=1.0, seed=1),
-        Sampling(temperature=0.5, seed=2),
-        Sampling(temperature=1.3, top_k=3, seed=3),
-        Sampling(temperature=1.0, top_p=0.7, seed=4),
-        Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=5),
-        Sampling(temperature=1.2, min_p=0.3, seed=6),
+        pytest.param(Sampling(temperature=0.5, seed=2), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=1.3, top_k=3, seed=3), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=1.0, top_p=0.7, seed=4), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=0.8, top_k=4, top_p=0.9, seed=5), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=1.2, min_p=0.3, seed=6), marks=pytest.mark.slow),
         Sampling(temperature=1.2, top_p=0.95, top_k=4, min_p=0.2, seed=7),
     ],
 )
@@ -56,8 +56,10 @@ def test_selection_draws_from_the_reference_distribution(sampling: Sampling) -> 
     assert chi_square < 25.7
 
 
-@pytest.mark.parametrize("min_p", [0.001, 0.05, 0.3, 0.99])
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("min_p", [0.001, pytest.param(0.05, marks=pytest.mark.slow), 0.3, 0.99])
+@pytest.mark.parametrize(
+    "temperature", [0.4, *(pytest.param(one, marks=pytest.mark.slow) for one in (1.0, 3.0))]
+)
 def test_min_p_keeps_the_tokens_that_mlx_lm_keeps(min_p: float, temperature: float) -> None:
     logits = 3 * np.random.default_rng(5).normal(size=(40, 96)).astype(np.float32)
     scaled = mx.array(logits) / temperature

@@ -159,6 +159,7 @@ print(json.dumps(tokenizer.decode(said)))
 
 
 @shared
+@pytest.mark.slow
 async def test_a_killed_engine_costs_an_adapters_stream_no_word(
     home: tuple[Path, NodeProcess],
 ) -> None:

@@ -94,7 +94,7 @@ async def test_a_card_offers_what_is_loaded(verifier: NodeProcess, drafter: Node
     assert cards["verifier"]["memory_bytes"] > 2**28
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 async def test_every_way_to_draft_gives_the_plain_tokens(
     verifier: NodeProcess, drafter: NodeProcess, temperature: float
 ) -> None:
@@ -238,6 +238,7 @@ async def test_every_floor_is_in_the_metrics(verifier: NodeProcess, drafter: Nod
     assert "kakeya_loop_stalls_total" in text
 
 
+@pytest.mark.slow
 async def test_a_killed_engine_costs_time_and_no_token(
     verifier: NodeProcess, drafter: NodeProcess
 ) -> None:

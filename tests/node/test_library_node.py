@@ -81,6 +81,7 @@ async def test_a_program_decodes_and_a_node_drafts(node: NodeProcess) -> None:
     assert rest == "tokens a forward; no failure"
 
 
+@pytest.mark.slow
 async def test_a_program_decodes_with_the_planned_proposer(node: NodeProcess) -> None:
     program = PLAN.replace("identity=identity", f"identity=identity, {PATIENT}")
     plan, tokens = (await output(program, node)).splitlines()

@@ -259,6 +259,7 @@ async def test_a_stream_that_waits_says_the_place_of_its_model_in_line(tmp_path:
         assert said[-1] == "data: [DONE]"
 
 
+@pytest.mark.slow
 async def test_who_leaves_gives_up_its_place_and_who_has_no_time_for_a_load_is_told_at_once(
     tmp_path: Path,
 ) -> None:

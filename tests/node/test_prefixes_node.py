@@ -159,6 +159,7 @@ async def ask_and_kill(world: Node, prompts: list[list[int]], cut: int) -> list[
     return await asyncio.gather(*tasks)
 
 
+@pytest.mark.slow
 async def test_an_engine_killed_in_the_middle_goes_on_from_what_is_in_pages(world: Node) -> None:
     counts = world.prefixes.counts
     for seed in range(110, 120):

@@ -76,10 +76,10 @@ async def test_drafts_change_no_word(node: NodeProcess) -> None:
 
 
 async def test_greedy_tokens_are_those_of_mlx_lm(node: NodeProcess, real_model: Path) -> None:
-    prompt, theirs = await asyncio.to_thread(tokens_of_mlx_lm, real_model, 16)
+    prompt, theirs = await asyncio.to_thread(tokens_of_mlx_lm, real_model, 8)
     async with Client(node.grpc) as client, await client.create_session() as session:
         await session.append(prompt)
-        ours = [token async for token in session.generate(max_tokens=16, draft_policy="off")]
+        ours = [token async for token in session.generate(max_tokens=8, draft_policy="off")]
     assert ours == theirs
 
 
@@ -96,6 +96,11 @@ def tokens_of_mlx_lm(folder: Path, count: int) -> tuple[list[int], list[int]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def tokenizer(real_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(real_model / "tokenizer.json"))
+
+
 @pytest.mark.parametrize(
     ("words", "ids"),
     [
@@ -107,9 +112,8 @@ def tokens_of_mlx_lm(folder: Path, count: int) -> tuple[list[int], list[int]]:
     ],
 )
 async def test_text_is_cut_as_the_model_was_trained(
-    real_model: Path, words: str, ids: list[int]
+    tokenizer: Tokenizer, words: str, ids: list[int]
 ) -> None:
     """The ids are of a plain BPE over the tokens and merges of the GGUF file."""
-    tokenizer = Tokenizer.from_file(str(real_model / "tokenizer.json"))
     assert tokenizer.encode(words).ids == ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == words

@@ -29,11 +29,11 @@ def chi_square(drawn: np.ndarray, expected: np.ndarray) -> float:
     "params",
     [
         Sampling(temperature=1.0, seed=1),
-        Sampling(temperature=0.6, seed=2),
-        Sampling(temperature=1.0, top_k=3, seed=3),
-        Sampling(temperature=1.3, top_p=0.8, seed=4),
-        Sampling(temperature=0.9, top_p=0.9, top_k=4, seed=5),
-        Sampling(temperature=1.2, min_p=0.3, seed=6),
+        pytest.param(Sampling(temperature=0.6, seed=2), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=1.0, top_k=3, seed=3), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=1.3, top_p=0.8, seed=4), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=0.9, top_p=0.9, top_k=4, seed=5), marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=1.2, min_p=0.3, seed=6), marks=pytest.mark.slow),
         Sampling(temperature=1.2, top_p=0.95, top_k=4, min_p=0.2, seed=7),
     ],
 )

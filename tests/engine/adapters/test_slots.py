@@ -96,8 +96,10 @@ def test_each_adapter_computes_what_mlx_lm_computes_with_it(
 
 @pytest.mark.parametrize(
     ("sampling", "sources"),
-    [(Sampling(), ()), (Sampling(temperature=0.9, top_k=50), NGRAM)],
-    ids=["greedy", "keyed and drafted"],
+    [
+        pytest.param(Sampling(), (), id="greedy", marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=0.9, top_k=50), NGRAM, id="keyed and drafted"),
+    ],
 )
 def test_eight_adapters_and_the_base_in_one_batch_are_each_as_alone(
     rig: AdapterRig, prompt: list[int], sampling: Sampling, sources: tuple[DraftSource, ...]

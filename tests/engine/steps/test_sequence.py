@@ -66,7 +66,11 @@ def test_plain_decoding_is_mlx_lms_greedy(rig: Rig) -> None:
     assert done.usage.verified == 0
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), KEYED, MIN_P], ids=["greedy", "keyed", "min_p"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), KEYED, pytest.param(MIN_P, marks=pytest.mark.slow)],
+    ids=["greedy", "keyed", "min_p"],
+)
 def test_ngram_drafts_never_change_tokens(rig: Rig, sampling: Sampling) -> None:
     plain, _ = rig.run(job(sampling=sampling))
     drafted, done = rig.run(job(sampling=sampling, draft_sources=NGRAM))
@@ -157,7 +161,11 @@ def script(run: SequenceRun, plain: Sequence[int], kind: str) -> None:
     run._drafting._own._index = Scripted(plain, len(CYCLE), kind)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), KEYED], ids=["greedy", "keyed"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), pytest.param(KEYED, marks=pytest.mark.slow)],
+    ids=["greedy", "keyed"],
+)
 def test_whatever_is_drafted_the_tokens_stay(rig: Rig, sampling: Sampling) -> None:
     plain, plain_done = rig.run(job(sampling=sampling))
     for kind in ("oracle", "wrong", "half", "empty"):

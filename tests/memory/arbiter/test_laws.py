@@ -608,7 +608,16 @@ class Trusting(Arbiter):
         self._planner.fit = lambda _: None  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("faulty", [Robbed, Forgetful, Yanking, Unfair, Trusting])
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        Robbed,
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (Forgetful, Yanking, Unfair, Trusting)
+        ),
+    ],
+)
 def test_the_machine_finds_a_fault(faulty: type[Arbiter]) -> None:
     class Machine(ArbiterMachine):
         arbiter_type = faulty

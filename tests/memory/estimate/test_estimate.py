@@ -141,7 +141,13 @@ def estimated(folder: Path, tokens: int = 0, **options: Any) -> Estimate:
     return estimate_model(folder, kv_tokens=tokens, widens=options.pop("widens", True), **options)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "qwen3_next" else name
+        for name in ARCHITECTURES
+    ],
+)
 def test_weights_and_kv_are_what_a_load_shows(tmp_path: Path, name: str) -> None:
     folder = written(tmp_path, name, dtype=mx.float16)
     model = loaded(folder)
@@ -211,7 +217,7 @@ print(int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) *
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; the figures are of Linux")
-@pytest.mark.parametrize("layers", [1, 8])
+@pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_process_with_the_model_fits_its_estimate(tmp_path: Path, layers: int) -> None:
     """Measured: 87 MiB without a model. It may be below by two fifths, and never above."""
     changes = {"num_hidden_layers": layers, "hidden_size": 512, "intermediate_size": 1536}

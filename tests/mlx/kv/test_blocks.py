@@ -124,7 +124,9 @@ def bits(state: MlxVerifier, token: int) -> bytes:
     return np.array(logits.astype(mx.float32)).tobytes()
 
 
-@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "is_split", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "split"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_behind_blocks_everything_has_the_bits_of_a_cold_prefill(
     models: dict[str, LoadedModel], name: str, is_split: bool, monkeypatch: pytest.MonkeyPatch

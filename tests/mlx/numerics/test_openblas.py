@@ -256,7 +256,7 @@ assert share <= 1e-5, share
 """
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_with_openblas_it_is_done_and_computes_the_same(architecture: str, tmp_path: Path) -> None:
     """In a process of its own: a BLAS is chosen before mlx is imported."""
     folder = str(write_model(tmp_path / architecture, architecture))
