@@ -29,8 +29,21 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 OTHERS = {
-    *("base64", "cd", "chmod", "curl", "eval", "export", "git", "jq", "mkdir", "pip", "promtool"),
-    *("python", "python3", "ssh", "tar"),
+    *(
+        "base64",
+        "brew",
+        "cd",
+        "chmod",
+        "curl",
+        "cut",
+        "eval",
+        "export",
+        "git",
+        "jq",
+        "mkdir",
+        "pip",
+    ),
+    *("promtool", "python", "python3", "sed", "shasum", "ssh", "tar"),
 }
 """Programs that are not ours."""
 ENDS = set("|&;()")
@@ -112,7 +125,7 @@ def commands(line: str) -> Iterator[list[str]]:
 
 def check_command(command: list[str]) -> None:
     """Raises ConfigError or SystemExit for a flag or an argument that the program does not take."""
-    path, *arguments = command
+    path, *arguments = command[command[0] == "sudo" :]
     if ">" in arguments:
         arguments = arguments[: arguments.index(">")]
     match path.rpartition("/")[2]:
