@@ -41,6 +41,13 @@ pytestmark = [
 ]
 TOOLS = "kakeya-tiny-tools"
 WAIT_MS = 60_000
+SETTINGS = """\
+[models]
+rows = 1
+
+[tasks.titles]
+candidates = ["kakeya-tiny"]
+"""
 DO = ("Load", "Unload")
 MOST_REQUESTS, FIRST_PAINT_MS, SIMULATED = 10, 1000, 50
 AXE = Path(os.environ.get("KAKEYA_AXE", "node_modules/axe-core/axe.min.js"))
@@ -75,10 +82,10 @@ async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf
             flags = ["--label", f"mini-{number}", "--model", VERIFIER, *QUICK]
             flags += ["--peer", nodes[0].grpc] if nodes else []
             if number == 1:
-                one_at_a_time = folder / "one.toml"
-                one_at_a_time.write_text("[models]\nrows = 1\n")
+                settings = folder / "one.toml"
+                settings.write_text(SETTINGS)
                 flags += ["--model", TOOLS, "--memory-budget", "300", "--config"]
-                flags.append(str(one_at_a_time))
+                flags.append(str(settings))
             node = NodeProcess(folder / f"mini-{number}", *flags)
             nodes.append(await stack.enter_async_context(node))
         for node in nodes:
@@ -146,6 +153,10 @@ async def test_a_chat_streams_and_shows_a_receipt(browser: Browser, shelf: Shelf
             await expect(receipt).to_contain_text("cached")
         await expect(receipt).to_contain_text("waited")
         await keep(page, "chat")
+        await page.get_by_label("Model or task").select_option("titles")
+        await page.get_by_label("Message").fill("Name it")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator(".receipt").nth(2)).to_contain_text(f"titles: {VERIFIER}")
         await receipt.get_by_role("link", name="why").click()
         await expect(page.locator("main")).to_contain_text("Prompt computed in")
 

@@ -13,9 +13,11 @@ A pull goes on without its caller. Its progress, and the models in memory, are i
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,6 +27,7 @@ from kakeya.backends.engines import Engines
 from kakeya.backends.terms import terms_within
 from kakeya.core.errors import NotFound
 from kakeya.core.figures import Json
+from kakeya.core.log import event
 from kakeya.gateway.http.connection import HttpLimits, read_request
 from kakeya.gateway.http.fields import flag_field, refuse_unknown, table, text_field
 from kakeya.gateway.openai.generation_params import MODEL
@@ -34,6 +37,7 @@ from kakeya.memory.api import MemoryArbiter
 from kakeya.weights.listed import ListedModel, used_at
 from kakeya.weights.weights import NodeWeights
 
+_log = logging.getLogger(__name__)
 PATH = "/api/v1/models"
 _FROM, _KEEP, _FORCE = text_field("from"), flag_field("keep"), flag_field("force")
 FIELDS = table(MODEL, _FROM, _KEEP, _FORCE)
@@ -113,7 +117,7 @@ class ModelFilesRoute:
         if task is None:
             task = asyncio.create_task(self._fetch(wish), name=f"pull of {wish.model}")
             self._pulls[wish.model] = task
-            task.add_done_callback(lambda _: self._pulls.pop(wish.model))
+            task.add_done_callback(partial(self._ended, wish.model))
         done, _ = await asyncio.wait((task,), timeout=REFUSED_S)
         for one in done:
             one.result()
@@ -124,6 +128,11 @@ class ModelFilesRoute:
         async with aclosing(pull) as states:
             async for _ in states:
                 pass
+
+    def _ended(self, model: str, task: asyncio.Task[None]) -> None:
+        del self._pulls[model]
+        if not task.cancelled() and (failure := task.exception()):
+            event(_log, "pull failed", level=logging.WARNING, model=model, problem=str(failure))
 
     async def _stop(self, wish: OwnersWish) -> int:
         if (task := self._pulls.get(wish.model)) is None:

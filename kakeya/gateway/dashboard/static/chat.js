@@ -74,7 +74,7 @@ const newId = () => `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")
 function draw(root, chat, act, fleet) {
   const talk = root.querySelector(".talk");
   const isAtEnd = !talk || talk.scrollHeight - talk.scrollTop - talk.clientHeight < 40;
-  const groups = [["Tasks", chat.names.filter((one) => one.role === "task")], ["Models", chat.names.filter((one) => one.role !== "task" && !one.parent)], ["Adapters", chat.names.filter((one) => one.parent)]];
+  const groups = [["Tasks", chat.names.filter((one) => one.kind === "task")], ["Models", chat.names.filter((one) => one.kind !== "task" && !one.parent)], ["Adapters", chat.names.filter((one) => one.parent)]];
   const submit = (event) => {
     event.preventDefault();
     const area = root.querySelector("textarea"), text = area.value.trim();
