@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from kakeya.core.errors import KakeyaError
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from tests.node.nodes import QUICK, NodeProcess, model_state, run_cli, seen_by
 from tests.waiting import eventually
@@ -138,8 +136,6 @@ async def test_a_pulled_model_is_served_until_it_is_removed(
             removed = await cli(*removing)
             assert not await asyncio.to_thread(Path(removed["path"]).exists)
             assert "copy" not in await asyncio.to_thread(served, again)
-        async with NodeProcess(sink, *peers) as last_one:
-            assert "copy" not in await asyncio.to_thread(served, last_one)
 
 
 async def test_a_pulled_model_may_be_configured_or_left_alone(
@@ -179,13 +175,7 @@ async def test_a_request_has_a_model_pulled_that_no_node_can_load(
     small = ("--node-id", "source", "--memory-budget", "16", *drafts)
     async with NodeProcess(source, *small) as first:
         peers = ("--node-id", "sink", "--peer", first.grpc, *drafts)
-        monkeypatch.setenv("KAKEYA_WEIGHTS_PULL_ON_DEMAND", "false")
-        async with NodeProcess(sink, *peers) as node:
-            await eventually("the nodes know each other", lambda: "source" in seen_by(node))
-            with pytest.raises(KakeyaError, match="answered 404"):
-                await answer(node, "copy")
-        monkeypatch.delenv("KAKEYA_WEIGHTS_PULL_ON_DEMAND")
-        monkeypatch.setenv("KAKEYA_WEIGHTS_PULL_MB_PER_S", "1")
+        monkeypatch.setenv("KAKEYA_WEIGHTS_PULL_MB_PER_S", "2")
         async with NodeProcess(sink, *peers) as node:
             await eventually("the model may be asked for", lambda: "copy" in served(node))
             body = {"model": "copy", "prompt": "def ", "max_tokens": 3, "stream": True}
