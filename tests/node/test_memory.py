@@ -24,7 +24,8 @@ from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.engine import Engine, EngineOptions
 from kakeya.backends.engine.restart import RestartPolicy
 from kakeya.backends.engines import engine_command
-from kakeya.backends.sizes import FIRST_KV_TOKENS
+from kakeya.backends.ring.weights import estimate_of
+from kakeya.backends.sizes import FIRST_KV_TOKENS, LeaseSize
 from kakeya.config import config
 from kakeya.core import errors
 from kakeya.core.clock import SystemClock
@@ -659,6 +660,17 @@ async def test_a_manifest_counts_at_once_and_pins_that_do_not_fit_change_nothing
         with pytest.raises(errors.ConfigError, match="pinned and text models need"):
             memory.take_manifests({VERIFIER: Manifest(), DRAFTER: Manifest(pin=True)})
         assert (text.manifest.stay_warm_s, draft.manifest.pin) == (7, None)
+
+        def nobody() -> Any:
+            raise AssertionError("it is not brought up")
+
+        group = replace(TEXT_MODEL, model_id="big", ring=("--ring", "tensor"))
+        pinned = replace(group, source=str(EMBEDDED_FOLDER / VERIFIER), manifest=Manifest(pin=True))
+        whole = await asyncio.to_thread(estimate_of, EMBEDDED_FOLDER / VERIFIER)
+        size = LeaseSize(whole, 150 * MIB)
+        await memory.model_home().add_group(pinned, nobody, size, whole)
+        memory.take_manifests({VERIFIER: Manifest(stay_warm_s=8)})
+        assert text.manifest.stay_warm_s == 8, "a group that is up is in no one's way"
 
 
 @pytest.mark.slow
