@@ -349,7 +349,9 @@ class RingGroups:
         if check and (told := check.status()) is not checked and told["state"] == "refused":
             return GroupRefused(str(told["reason"]))
         if isinstance(failure, PeerUnavailable):
-            return LoadFailed(f"ring group {group.spec.name} is not up: {failure.message}")
+            # That is said to requests: this try is over, and `retry_s` tells of the next one.
+            why = failure.message.removesuffix("; it is tried again later")
+            return LoadFailed(f"ring group {group.spec.name} is not up: {why}")
         return failure
 
     async def _drop(self, group: LedGroup) -> None:
