@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,7 @@ from tests.mlx.ring.rig import Served, alone, apart
 from tests.netns import LAN, Machine, network
 
 PROMPT, TOKENS, REPEATS = 128, 24, 5
-ENGINE = ("benchmarks.ring_plan", "engine")
+ENGINE = ("tests.mlx.ring.child_unchecked",)
 SUM_BYTES = (2048, 16_384, 131_072, 262_144)
 """Of one token to 128 of a model with 512 numbers between two layers."""
 GOAL = 0.2
@@ -236,23 +236,6 @@ def tell(rig: Rig) -> None:
             )
 
 
-def engine() -> None:
-    """An engine, or a rank, that checks nothing and does nothing between requests, as all share two
-    cores, and whose threads stay in the class of this process."""
-    from kakeya.mlx import model
-    from kakeya.mlx.findings import Sharing
-    from kakeya.node import engine_main
-
-    def unchecked(_: object) -> Generator[None, None, Sharing]:
-        yield
-        return Sharing(turns_reason="each sequence runs alone here")
-
-    model.sharing_check = unchecked  # type: ignore[attr-defined]
-    model.MlxModel.chores = lambda self: iter(())  # type: ignore[method-assign]
-    engine_main.compute_in_bulk = lambda: False
-    engine_main.main(sys.argv[2:])
-
-
 def sums() -> None:
     """A rank that sums arrays over the ring; rank 0 prints bytes and the best seconds of each."""
     import mlx.core as mx
@@ -280,7 +263,7 @@ def tell_sums(gbit: int, folder: Path) -> None:
         hosts.write_text(json.dumps([[f"{machine.ip}:5757"] for machine in machines]))
         ranks = [
             subprocess.Popen(
-                machine.command(sys.executable, "-m", ENGINE[0], "sums"),
+                machine.command(sys.executable, "-m", "benchmarks.ring_plan", "sums"),
                 env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
                 stdout=subprocess.PIPE,
                 text=True,
@@ -306,8 +289,6 @@ def tell_sums(gbit: int, folder: Path) -> None:
 
 def main() -> None:
     """Start all, measure in turns, print."""
-    if sys.argv[1:2] == [ENGINE[1]]:
-        engine()
     if sys.argv[1:2] == ["sums"]:
         sums()
         return
