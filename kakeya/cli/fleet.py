@@ -179,10 +179,11 @@ def _revoke(folder: Path, node: str, *, as_json: bool) -> int:
     from kakeya.v1.fleet_pb2 import RevokeRequest
 
     made = _ask(folder, lambda stub: stub.Revoke(RevokeRequest(node=node), timeout=_TIMEOUT_S))
+    short = NodeLabels().of(made.node_id)
+    named = short if made.node_id.startswith(node) else f"{node} ({short})"
     _show(
         {"node_id": made.node_id, "version": made.version},
-        f"revoked {NodeLabels().of(made.node_id)}; the nodes of the fleet learn it by gossip, "
-        "within seconds",
+        f"revoked {named}; the nodes of the fleet learn it by gossip, within seconds",
         as_json=as_json,
     )
     return 0

@@ -217,7 +217,7 @@ async def test_revoke_names_a_node_and_the_list_grows(
     other = "a" * 51 + "q"
     async with authority_node(founded) as node:
         assert await run("revoke", other, "--data-dir", str(founded)) == 0
-        assert other in capsys.readouterr().out
+        assert f"revoked {other[:8]};" in capsys.readouterr().out
         assert node.membership.trust.is_revoked(other)
         with pytest.raises(NotFound, match=r"no live node is called 'mini-9'; known are mini-1"):
             await run("revoke", "mini-9", "--data-dir", str(founded))
