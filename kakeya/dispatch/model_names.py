@@ -78,6 +78,8 @@ class ModelNames:
         try:
             if model_id:  # the directory takes "" for its default
                 return self._directory.get(model_id, client)
+        except ModelNotFound:
+            raise
         except NotFound as unknown:
             if self._is_served(model_id.rpartition(":")[0]):
                 raise ModelNotFound(unknown.message) from None

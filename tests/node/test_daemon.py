@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -327,33 +328,48 @@ async def test_a_copy_of_a_node_gives_way_and_both_say_why(tmp_path: Path) -> No
             "it is no newcomer",
             lambda: first.api.get("/api/v1/status")["node"]["uptime_s"] > 6.6,  # type: ignore[index]
         )
-        (copy_folder / "data").mkdir(parents=True)
-        shutil.copy(first_folder / "data" / "node.json", copy_folder / "data")
+        second_folder = tmp_path / "second"
+        for folder in (copy_folder, second_folder):
+            (folder / "data").mkdir(parents=True)
+            shutil.copy(first_folder / "data" / "node.json", folder / "data")
         with pytest.raises(PeerUnavailable, match="serves under this node's id"):
             async with NodeProcess(copy_folder, "--peer", first.grpc, *NGRAM_ONLY, *QUICK):
                 pass
         # One that knows no other node at its start hears of the first one by a node in the middle.
         flags = ("--peer", middle, *NGRAM_ONLY, *QUICK)
         between = ("--bind", middle, "--peer", first.grpc, *NGRAM_ONLY, *QUICK)
-        async with (
-            NodeProcess(copy_folder, *flags) as copy,
-            NodeProcess(tmp_path / "middle", *between),
-        ):
+        async with AsyncExitStack() as stack:
+            copy = await stack.enter_async_context(NodeProcess(copy_folder, *flags))
+            second = await stack.enter_async_context(NodeProcess(second_folder, *flags))
+            bystander = await stack.enter_async_context(NodeProcess(tmp_path / "middle", *between))
             assert copy.node_id == first.node_id
             status, said = await eventually("the copy is not ready", lambda: not_ready(copy))
             assert status == 503
             assert f"the node at {first.grpc} had the id {first.node_id} before this one" in said
-            for node, other in ((first, copy), (copy, first)):
+            for node, others in ((first, (copy, second)), (copy, (first,))):
                 await eventually(
                     "the conflict is shown",
-                    lambda n=node, o=other: any(
-                        o.grpc in line for line in n.api.get("/api/v1/fleet")["warnings"]
+                    lambda n=node, them=others: any(
+                        other.grpc in line
+                        for line in n.api.get("/api/v1/fleet")["warnings"]
+                        for other in them
                     ),
                 )
                 text = node.log_file.read_text()
                 assert text.count("another process") <= 1, text
             assert not_ready(first) is None
             assert not_ready(copy) is not None
+            await eventually("the second copy is not ready", lambda: not_ready(second))
+            for ended, ending in ((copy, signal.SIGTERM), (second, signal.SIGKILL)):
+                ended.send(ending)
+                await ended.wait()
+                # Neither a farewell nor the silence of a copy counts for the original.
+                rounds = gossip_rounds(bystander)
+                await eventually(
+                    "two rounds later", lambda n=rounds: gossip_rounds(bystander) >= n + 2
+                )
+                card = seen_by(bystander)[first.node_id]
+                assert (card["grpc_address"], card["is_suspect"]) == (first.grpc, False)
 
 
 def not_ready(node: NodeProcess) -> tuple[int, str] | None:

@@ -133,6 +133,24 @@ class ServingPeers:
                     found[name] = size, rate
         return found
 
+    def out_of_reach(self, model_id: str) -> str:
+        """The live peers that have a model of which this node cannot ask them, and why, in words;
+        "" = none has it."""
+        found = []
+        called = {card.node_id for card, _ in self._told()}
+        for card in self._plane.registry.live_peers(mono=self._clock.mono()):
+            name = card.label or card.node_id
+            roles = {model.role for model in card.models if model.model_id == model_id}
+            if CardRole.VERIFIER in roles and card.node_id not in called:
+                found.append(
+                    f"{name} serves it, and does not answer this node: kakeya doctor {name}"
+                )
+            elif CardRole.PROPOSER in roles:
+                found.append(f"{name} only drafts with it")
+            elif model_id in dict(card.on_disk):
+                found.append(f"{name} has it on its disk: kakeya models pull {model_id}")
+        return "; ".join(found)
+
     def _told(self) -> Iterator[tuple[Card, dict[str, Any]]]:
         """The card of each peer that can be called, and what a `LivePeer` says of it."""
         mono, suspects = self._clock.mono(), self._plane.registry.suspects()

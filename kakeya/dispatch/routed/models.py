@@ -10,6 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from kakeya.backends.request import ModelNotFound
 from kakeya.core.errors import InvalidArgument, KakeyaError, NotFound, PeerUnavailable
 from kakeya.dispatch.peers.neighbours import MOST_QUOTED, ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import OwnModels, Quote, QuotedModel
@@ -67,6 +68,8 @@ class RoutedModels(ModelDirectory):
         if own is not None and not offered:
             return own
         if own is None and not offered and not self._may_come(name):
+            if elsewhere := self._peers.out_of_reach(name):
+                raise ModelNotFound(f"the model {name[:80]!r} is not served here; {elsewhere}")
             raise refused or NotFound("no model is served")
         return self._routed(name, client, own)
 

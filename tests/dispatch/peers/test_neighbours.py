@@ -466,3 +466,15 @@ async def test_a_turn_is_warmed_at_a_peer_in_the_background(
 
     front.peers.warm_turn(front.peer("left"), claim, "c1", broken)
     await front.peers.aclose()
+
+
+def test_a_peer_that_has_a_model_out_of_reach_is_named_with_the_reason(front: Front) -> None:
+    front.hear("serves", verifier("toy"))
+    front.hear("apart", verifier("big"), address="127.0.0.1:999")
+    front.hear("drafts", OfferedModel(ModelId("small"), CardRole.PROPOSER))
+    front.forbidden.add("127.0.0.1:999")
+    assert front.peers.out_of_reach("toy") == ""
+    assert front.peers.out_of_reach("none") == ""
+    said = "apart serves it, and does not answer this node: kakeya doctor apart"
+    assert front.peers.out_of_reach("big") == said
+    assert front.peers.out_of_reach("small") == "drafts only drafts with it"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kakeya.backends.request import ModelNotFound
 from kakeya.core.errors import Denied, InvalidArgument, NotFound
 from kakeya.dispatch.routed.embedder import RoutedEmbedder
 from kakeya.dispatch.routed.model import RoutedModel
@@ -54,6 +55,12 @@ def test_a_name_that_others_have_too_is_routed(world: World) -> None:
 def test_a_model_that_no_peer_has_any_more_is_the_own_one(world: World) -> None:
     world.node("third").away_until_mono = float("inf")
     assert world.models.get("shared") is world.shared
+
+
+def test_a_model_that_a_peer_has_out_of_reach_is_refused_with_its_name(world: World) -> None:
+    world.fleet.unreached["big"] = "third serves it, and does not answer this node"
+    with pytest.raises(ModelNotFound, match="'big' is not served here; third serves it"):
+        world.models.get("big")
 
 
 def test_unknown_names_raise_as_at_this_node_alone(world: World) -> None:

@@ -73,6 +73,7 @@ class ToyFleet:
         self.losses: deque[Loss] = deque()
         self.failures: list[tuple[str, KakeyaError]] = []
         self.described: set[str] = set()
+        self.unreached: dict[str, str] = {}
         self.warmed: list[tuple[str, str]] = []
         self.tries: list[str] = []
         self.rates: dict[str, dict[str, float]] = {}
@@ -83,6 +84,9 @@ class ToyFleet:
 
     def is_here(self, node: ToyNode) -> bool:
         return node.away_until_mono <= self.clock.mono()
+
+    def out_of_reach(self, model_id: str) -> str:
+        return self.unreached.get(model_id, "")
 
     def offering(
         self, model_id: str = "", role: CardRole = CardRole.VERIFIER
