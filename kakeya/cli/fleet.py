@@ -138,7 +138,7 @@ def _join(folder: Path, token: str, label: str, *, as_json: bool) -> int:
     if token == "-":  # keeps the token out of the list of processes
         token = sys.stdin.readline()
     with DataDir(folder):
-        joined = asyncio.run(join(folder, token, label, clock=SystemClock()))
+        joined = asyncio.run(join(folder, token, label, clock=SystemClock(), is_typed=True))
     identity = joined.identity
     is_node = identity.role is not CertRole.CLIENT
     after = "start kakeya-node here" if is_node else "name this folder in kakeya.Client"

@@ -223,6 +223,7 @@ class Examiner:
         self, dials: Sequence[tuple[Endpoint, DialAttempt]], peer: Peer
     ) -> list[Finding]:
         now, interfaces = self._clock.wall(), await asyncio.to_thread(self._machine.interfaces)
+        cut = self._machine.cut_links(interfaces)
         is_member = self._view.identity() is not None
         works = any(dial.outcome is DialOutcome.ANSWERED for _, dial in dials)
         lines = []
@@ -231,11 +232,13 @@ class Examiner:
             needs_ping = (
                 dial.outcome is DialOutcome.HOST_UNREACHABLE and self._machine.platform == "darwin"
             )
+            link = machine_checks.link_to(host, interfaces)
             here = Here(
                 platform=self._machine.platform,
                 python=self._machine.program,
                 is_member=is_member,
-                link_to=machine_checks.link_to(host, interfaces),
+                link_to=link,
+                is_cut=link in cut,
                 pings=await self._machine.pings(host) if needs_ping else None,
             )
             line = way_checks.check_way(way, dial, peer, here, now=now, others_work=works)

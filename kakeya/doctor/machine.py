@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 import socket
+import struct
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from kakeya.core.process import own_program
@@ -30,6 +32,8 @@ from kakeya.generation.spec import EMBEDDED_FOLDER
 
 SELF_TEST_S = 8.0
 _PROGRAM_S = 3.0
+_GET_FLAGS, _UP, _RUNNING = 0x8913, 0x1, 0x40
+"""Of Linux: SIOCGIFFLAGS, IFF_UP, IFF_RUNNING."""
 _TEST_MODEL = EMBEDDED_FOLDER / "kakeya-tiny-draft"
 _KEYS = f"{IDENTITY}/*key.pem"
 
@@ -82,6 +86,11 @@ class Machine:
         """List the addresses by which peers may reach this machine."""
         return read_interfaces(self.platform, self._thunderbolt)
 
+    def cut_links(self, interfaces: Sequence[Interface]) -> frozenset[str]:
+        """The names of interfaces without a carrier, as Linux tells; () on macOS."""
+        names = {one.name for one in interfaces} if self.platform == "linux" else set()
+        return frozenset(name for name in names if _is_cut(name))
+
     async def _self_test(self) -> SelfTest:
         command = (self.python, "-m", "kakeya.mlx.selftest", str(_TEST_MODEL))
         output = await self._run(command, SELF_TEST_S)
@@ -94,6 +103,9 @@ class Machine:
         return judge.check_sleep(judge.parse_pmset(output.stdout if output else ""))
 
     def _look(self) -> tuple[Finding, ...]:
+        interfaces = self.interfaces()
+        cut = self.cut_links(interfaces)
+        networks = judge.check_networks(interfaces, self.platform, cut)
         existing = self.data_dir
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
@@ -103,8 +115,20 @@ class Machine:
         except OSError as problem:
             reason = problem.strerror or str(problem)
             line = warning("files", f"{self.data_dir}: {reason}", "kakeya-node --data-dir DIR")
-            return (judge.check_networks(self.interfaces(), self.platform), line)
-        return (judge.check_networks(self.interfaces(), self.platform), disk, files)
+            return (networks, line)
+        return (networks, disk, files)
+
+
+def _is_cut(name: str) -> bool:
+    """Whether an interface is up and has no carrier."""
+    asked = struct.pack("16sH14x", name.encode()[:15], 0)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            told = fcntl.ioctl(any_socket, _GET_FLAGS, asked)
+        except OSError:
+            return False
+    (flags,) = struct.unpack_from("H", told, 16)
+    return bool(flags & _UP) and not flags & _RUNNING
 
 
 def _files(folder: Path) -> list[FileFact]:

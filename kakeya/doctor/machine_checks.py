@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from kakeya.doctor.mends import (
     LOCAL_NETWORK,
     OPEN_LOCAL_NETWORK,
     is_mac,
+    show_link,
     show_listener,
     show_route,
 )
@@ -240,11 +241,17 @@ def link_to(host: str, interfaces: Sequence[Interface]) -> str:
     return next((own.name for own in interfaces if wanted in own.link), "")
 
 
-def check_networks(interfaces: Sequence[Interface], platform: str) -> Finding:
-    """Judge whether this machine is on a network that peers can share."""
+def check_networks(
+    interfaces: Sequence[Interface], platform: str, cut: Collection[str] = ()
+) -> Finding:
+    """Judge whether this machine is on a network that peers can share; `cut` are the names of
+    interfaces without a carrier."""
     if not interfaces:
         command = "networksetup -listallhardwareports" if is_mac(platform) else "ip address"
         return warning("networks", "none: only this machine itself can reach this node", command)
+    if lost := sorted({own.name for own in interfaces} & set(cut)):
+        detail = f"no carrier at {', '.join(lost)}: a cable is not in, or its other end is off"
+        return warning("networks", detail, show_link(platform, lost[0]))
     named = [
         f"{own.ip} on {own.name} ({own.priority.network})"
         for own in interfaces

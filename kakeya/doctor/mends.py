@@ -47,6 +47,11 @@ def show_route(platform: str, host: str) -> str:
     return shell("ip", "route", "get", host)
 
 
+def show_link(platform: str, name: str) -> str:
+    """Return the command that shows whether an interface has a carrier."""
+    return shell("ifconfig", name) if is_mac(platform) else shell("ip", "link", "show", name)
+
+
 def show_listener(port: str) -> str:
     """Return the command that shows the program that has a port."""
     return shell("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN")

@@ -18,6 +18,7 @@ from kakeya.doctor.mends import (
     is_mac,
     open_port,
     set_clock,
+    show_link,
     show_listener,
     show_route,
     span,
@@ -30,14 +31,15 @@ from kakeya.fleet.cards.cards import Endpoint
 class Here:
     """Facts of this machine on which a dial depends.
 
-    `link_to` is the own interface that shares a network with the dialled host, "" = none; `pings`
-    tells whether the host answers ping, None = not tried.
+    `link_to` is the own interface that shares a network with the dialled host, "" = none; `is_cut`
+    tells that it has no carrier; `pings` whether the host answers ping, None = not tried.
     """
 
     platform: str
     python: str
     is_member: bool = False
     link_to: str = ""
+    is_cut: bool = False
     pings: bool | None = None
 
 
@@ -98,8 +100,9 @@ def _cause_at_port(dial: DialAttempt) -> _Cause:
     port = _port(dial.address)
     if dial.outcome is DialOutcome.REFUSED:
         return _Cause(
-            f"the machine is there and refuses port {port}: no node listens at that address",
-            shell("kakeya-node", "--bind", dial.address),
+            f"the machine is there and refuses port {port}: no node listens at that address; start "
+            "it as it was started before",
+            "kakeya-node",
             is_theirs=True,
         )
     if dial.outcome is DialOutcome.SILENT:
@@ -116,6 +119,12 @@ def _cause_in_network(dial: DialAttempt, peer: Peer, here: Here) -> _Cause:
     """Explain a dial without a connection."""
     host, port = _host(dial.address), _port(dial.address)
     match dial.outcome:
+        case DialOutcome.TIMEOUT | DialOutcome.HOST_UNREACHABLE if here.is_cut:
+            return _Cause(
+                f"the own link {here.link_to} has no carrier: plug its cable in, and look whether "
+                "what is at the other end is on",
+                show_link(here.platform, here.link_to),
+            )
         case DialOutcome.TIMEOUT:
             return _Cause(
                 f"no answer at all: a firewall there drops calls to port {port}, or the machine "

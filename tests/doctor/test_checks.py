@@ -74,7 +74,7 @@ def test_an_errno_is_read_by_the_system_that_said_it(
             LINUX,
             ON_LINUX,
             "refuses port 50051",
-            "kakeya-node --bind 10.0.0.5:50051",
+            "kakeya-node",
             "box",
         ),
         (
@@ -86,6 +86,14 @@ def test_an_errno_is_read_by_the_system_that_said_it(
             "box",
         ),
         (dial(DialOutcome.TIMEOUT, 60), MAC, ON_MAC, "firewall there drops", FIREWALL, "mini-2"),
+        (
+            dial(DialOutcome.TIMEOUT, 110),
+            LINUX,
+            Here(platform="linux", python="p", link_to="eth0", is_cut=True),
+            "own link eth0 has no carrier: plug its cable in",
+            "ip link show eth0",
+            "",
+        ),
         (
             dial(DialOutcome.HOST_UNREACHABLE, 65),
             MAC,

@@ -6,6 +6,7 @@ The tests share both and run in the order of this file: the last of them switche
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -100,11 +101,75 @@ def test_two_minis_are_well_then_a_firewall_then_a_cable(
     one.plug("thunderbolt0")
 
 
+def cured(machine: Machine, data: Path, limit_s: float = 30.0) -> dict[str, dict[str, Any]]:
+    """The lines once no fault is left."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        lines = examine(machine, data)
+        faults = {what: line for what, line in lines.items() if line["level"] == "fault"}
+        if not faults or time.monotonic() > deadline:
+            assert not faults
+            return lines
+
+
+def test_the_own_cable_is_looked_at_first_and_the_cure_is_to_plug_it_in(
+    minis: tuple[Machine, Machine], folder: Path
+) -> None:
+    one, two = minis
+    one.unplug("thunderbolt0")  # the only way that is left is the switch
+    one.cut()
+    deadline = time.monotonic() + 20  # a system tells of a carrier when it has time for it
+    while "no carrier at lan0" not in examine(one, folder / "one")["networks"]["detail"]:
+        assert time.monotonic() < deadline
+    lines = examine(one, folder / "one", "two")
+    lost = lines[f"reach {two.ip}:50051 (lan)"]
+    assert lost["detail"].startswith("the own link lan0 has no carrier")
+    assert (lost["command"], lost["on"]) == ("ip link show lan0", "")
+    shown = one.run(*shlex.split(lost["command"]))
+    assert "NO-CARRIER" in shown.stdout
+    one.heal()
+    one.plug("thunderbolt0")
+    assert cured(one, folder / "one")["networks"]["level"] == "ok"
+
+
+def test_a_removed_node_comes_back_by_what_its_doctor_says(
+    minis: tuple[Machine, Machine], folder: Path
+) -> None:
+    one, two = minis
+    status, _, err = kakeya(one, folder / "one", "revoke", "two")
+    assert status == 0, err
+    deadline = time.monotonic() + 20
+    while not (said := [x for x in examine(two, folder / "two").values() if "TOKEN" in str(x)]):
+        assert time.monotonic() < deadline
+    told = said[0]
+    assert (told["level"], told["command"]) == ("fault", "kakeya join TOKEN")
+    status, out, err = kakeya(one, folder / "one", "invite", "--json")
+    assert status == 0, err
+    two.spawned[-1].stop()
+    words = told["command"].replace("TOKEN", json.loads(out)["token"]).split()
+    status, out, err = kakeya(two, folder / "two", *words[1:], "--label", "two")
+    assert status == 0, err
+    start(two, folder / "two")
+    lines = cured(two, folder / "two")
+    assert lines[f"reach {one.ip}:50051 (lan)"]["level"] == "ok"
+
+
+def test_a_killed_node_comes_back_by_what_the_doctor_of_another_says(
+    minis: tuple[Machine, Machine], folder: Path
+) -> None:
+    one, two = minis
+    two.spawned[-1].stop(number=9)
+    gone = examine(one, folder / "one", "two")[f"reach {two.ip}:50051 (lan)"]
+    assert (gone["level"], gone["command"], gone["on"]) == ("fault", "kakeya-node", "two")
+    start(two, folder / "two")
+    cured(one, folder / "one")
+
+
 def test_a_machine_that_is_switched_off_is_a_fault(
     minis: tuple[Machine, Machine], folder: Path
 ) -> None:
     one, two = minis
-    two.spawned[0].stop(number=9)
+    two.spawned[-1].stop(number=9)
     lines = examine(one, folder / "one", "two")
     gone = lines[f"reach {two.ip}:50051 (lan)"]
     assert (gone["level"], "refuses port 50051" in gone["detail"]) == ("fault", True)

@@ -48,6 +48,12 @@ _PURPOSE_ASK, _PURPOSE_ANSWER = b"kakeya-join-ask", b"kakeya-join-answer"
 AGAIN = "run `kakeya invite` on the fleet's authority and join with the new token"
 
 
+class Revoked(Denied):
+    """The fleet has removed the node with this key."""
+
+    code = "revoked"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """The token that the owner carries from the inviting machine to the joining one."""
@@ -280,9 +286,9 @@ class Invites:
                 f"{AGAIN}"
             )
         if self._is_revoked(request.node_id):
-            raise Denied(
-                "the key of this machine was revoked in this fleet; move its identity folder away "
-                "and join with a new one"
+            raise Revoked(
+                "the key of this machine was revoked in this fleet; run `kakeya join` there with a "
+                "new token, and it gets another one"
             )
         return request
 

@@ -51,6 +51,7 @@ from kakeya.fleet.identity.identity import (
 from kakeya.fleet.identity.invite import (
     AGAIN,
     CA_HASH_BYTES,
+    Revoked,
     Token,
     decode_token,
     is_same_proof,
@@ -85,8 +86,11 @@ class JoinedFleet:
     is_new: bool
 
 
-async def join(data_dir: Path, token: str, label: str, *, clock: Clock) -> JoinedFleet:
-    """Join the fleet that a token leads into, as the node of a data directory.
+async def join(
+    data_dir: Path, token: str, label: str, *, clock: Clock, is_typed: bool = False
+) -> JoinedFleet:
+    """Join the fleet that a token leads into, as the node of a data directory. `is_typed`: a person
+    asks for it, so the fleet is asked whether it has removed this member: it gets a new key then.
 
     Raises ConfigError for a member of another fleet and for a clock that is off, InvalidArgument
     for an unreadable token, Denied or Unauthenticated for a token that is not valid, PeerError.
@@ -100,6 +104,14 @@ async def join(data_dir: Path, token: str, label: str, *, clock: Clock) -> Joine
             f"the token leads into fleet {wanted.fleet}, and {already_member(held, data_dir)}"
         )
     if held is not None and await asyncio.to_thread(_is_revoked, data_dir, held):
+        held = None
+    is_valid = held is not None and not held.fault_at(clock.wall())
+    if (
+        held is not None
+        and is_valid
+        and is_typed
+        and await _was_removed(held, wanted, label, clock)
+    ):
         held = None
     if held is not None and not held.fault_at(clock.wall()):
         peers = await asyncio.to_thread(load_peers, data_dir)
@@ -179,6 +191,18 @@ def _key_for(data_dir: Path, held: Identity | None) -> PrivateKey:
     return key
 
 
+async def _was_removed(held: Identity, token: Token, label: str, clock: Clock) -> bool:
+    """Ask the fleet whether the key of a member is revoked; False where it cannot be asked."""
+    csr = make_request(read_key(held.tls.key), label)
+    try:
+        await _ask_until_answered(token, csr, clock)
+    except Revoked:
+        return True
+    except KakeyaError:
+        pass
+    return False
+
+
 def _is_revoked(data_dir: Path, held: Identity) -> bool:
     """Whether this machine has heard that its fleet removed it: its key is of no use any more."""
     root = authority_key(read_authority(held.tls.authority))
@@ -248,7 +272,7 @@ async def _ask_until_answered(
 
 async def _ask(address: str, request: pb.JoinRequest) -> pb.JoinResponse:
     async with open_channel(address) as channel:
-        with calling(address):
+        with calling(address, Revoked):
             return await JoinServiceStub(channel).Join(request, timeout=_TIMEOUT_S)
 
 

@@ -420,6 +420,22 @@ async def test_a_removed_node_that_knows_it_joins_again_with_a_new_token(tmp_pat
         assert not (await enter(tmp_path, await house.token())).is_new
 
 
+async def test_a_removed_node_that_does_not_know_it_joins_again_when_a_person_says_so(
+    tmp_path: Path,
+) -> None:
+    async with open_house() as house:
+        first = (await enter(tmp_path, await house.token())).identity
+        house.trust.revoke(first.node_id, house.clock.wall())
+        token = await house.token()
+        assert not (await enter(tmp_path, token)).is_new
+        again = await join(tmp_path, token, "mini-2", clock=house.clock, is_typed=True)
+        assert again.is_new
+        assert again.identity.node_id != first.node_id
+        assert await held(tmp_path) == again.identity
+    alone = await join(tmp_path, token, "mini-2", clock=house.clock, is_typed=True)
+    assert not alone.is_new
+
+
 async def test_a_restart_of_the_authority_ends_no_invite(tmp_path: Path) -> None:
     file = tmp_path / "invites.json"
     async with open_house(file=file) as house:
