@@ -104,29 +104,16 @@ def settings() -> Iterator[str]:
     }
     for section, found in tables.items():
         yield f"## [{section}]\n"
-        if section.endswith(".NAME"):
-            yield from _table(
-                ("key", "default", "meaning"),
-                ((f"`{_key(one)}`", _default(one), one.meaning) for one in found),
-            )
-        else:
-            yield from _table(
-                ("key", "flag", "variable", "default", "meaning"),
-                (
-                    (
-                        f"`{_key(one)}`",
-                        one.flag and f"`{one.flag}`",
-                        f"`{one.variable}`",
-                        _default(one),
-                        one.meaning,
-                    )
-                    for one in found
-                ),
-            )
+        names = ("key",) if section.endswith(".NAME") else ("key", "flag", "variable")
+        yield from _table(
+            (", ".join(names), "default", "meaning"),
+            ((_names(one, names), _default(one), one.meaning) for one in found),
+        )
 
 
-def _key(one: Setting[Any]) -> str:
-    return one.key.rpartition(".")[2]
+def _names(one: Setting[Any], names: tuple[str, ...]) -> str:
+    said = [getattr(one, name).removeprefix(one.key.rpartition(".")[0] + ".") for name in names]
+    return "<br>".join(f"`{name}`" for name in said if name)
 
 
 def _default(one: Setting[Any]) -> str:

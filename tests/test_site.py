@@ -33,6 +33,7 @@ def test_the_site_is_built_without_a_warning_and_needs_no_internet(tmp_path: Pat
     pages = [page.read_text() for page in tmp_path.rglob("*.html")]
     styles = [style.read_text() for style in tmp_path.rglob("*.css")]
     assert len(pages) > 40
+    assert not [page for page in pages if "```" in page], "a block that is indented is none there"
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.https?://[^>]+", "".join(pages))
     assert not re.findall(r"url\(.?(?:https?:)?//[^)]+", "".join(styles))
     reference = (tmp_path / "reference/http.html").read_text()
