@@ -74,8 +74,12 @@ class ModelHome:
         """
         if (alone := self.pulled(spec.model_id)) is not None:
             await self.withdraw(alone)
-        made = await asyncio.to_thread(self._engines.prepared, spec, others)
-        model = self._engines.add(made)
+        try:
+            made = await asyncio.to_thread(self._engines.prepared, spec, others)
+            model = self._engines.add(made)
+        except BaseException:  # a model that made way comes back
+            self.freed()
+            raise
         self._sizes.add(spec.model_id, size)
         one_process = lease_size(whole, budget := self.arbiter.status().budget_bytes)
         if one_process.bytes <= budget:
@@ -126,7 +130,15 @@ class ModelHome:
                 f"{model.model_id} is in use on this node; try again once its requests have ended"
             )
         self.closed(model)
-        await self._end(model)
+        ending = asyncio.create_task(self._end(model), name=f"withdraw {model.model_id}")
+        try:
+            try:
+                await asyncio.shield(ending)
+            finally:
+                await asyncio.wait((ending,))
+        except BaseException:  # its caller left, or it is still in memory: its files are here
+            self.opened(model)
+            raise
         self._engines.remove(model.model_id)
         self._sizes.remove(model.model_id)
 

@@ -79,6 +79,8 @@ class PulledModels:
             await self._home.add_pulled(spec)
         except (ConfigError, Conflict, Illegal) as problem:
             return str(problem)
+        except Exception as fault:  # noqa: BLE001 - no file may keep a node from its start
+            return f"its files are none that a node can read: {fault!r}"
         return ""
 
     async def _leave(self, found: FoundModel, *, is_forced: bool) -> None:

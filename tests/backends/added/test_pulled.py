@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +22,7 @@ from kakeya.backends.ring.spec import RingSeat, RingSpec
 from kakeya.backends.ring.weights import estimate_of, rank_size
 from kakeya.config import config
 from kakeya.core.clock import SystemClock
-from kakeya.core.errors import Conflict
+from kakeya.core.errors import ConfigError, Conflict
 from kakeya.core.tasks import Supervisor
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import EMBEDDED_FOLDER, ModelRole, parse_model
@@ -118,6 +119,60 @@ async def test_what_cannot_be_served_says_why_and_hinders_nothing(tmp_path: Path
         await here.bring("copy")
         assert here.served == []
         assert "the memory budget is 16" in here.weights.unserved("copy")
+
+
+async def test_a_file_that_no_node_can_read_hinders_nothing(tmp_path: Path) -> None:
+    async with node(tmp_path) as here:
+        odd = tmp_path / "odd"
+
+        def make() -> None:
+            shutil.copytree(TINY, odd)
+            counts = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 3)
+            sizes = dict.fromkeys(("hidden_size", "head_dim"), 10**4000)
+            told = {"model_type": "llama", "num_key_value_heads": 3} | counts | sizes
+            (odd / "config.json").write_text(json.dumps(told))
+
+        await asyncio.to_thread(make)
+        await here.bring("odd", odd)
+        await here.bring("copy")
+        assert here.served == ["copy"]
+        assert "its files are none that a node can read" in here.weights.unserved("odd")
+
+
+async def test_a_model_whose_removal_is_given_up_is_served_again(tmp_path: Path) -> None:
+    async with node(tmp_path) as here:
+        await here.bring("copy")
+        opened: list[str] = []
+        here.home.opened = lambda model: opened.append(model.model_id)
+        began, may_end, end = asyncio.Event(), asyncio.Event(), here.home._end
+
+        async def slow_end(*models: Any) -> None:
+            began.set()
+            await may_end.wait()
+            await end(*models)
+
+        here.home._end = slow_end
+        found = cast("Any", SimpleNamespace(name="copy"))
+        leaving = asyncio.create_task(here.weights.leaves(found, is_forced=False))
+        await began.wait()
+        leaving.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert here.served == opened == ["copy"]
+
+
+async def test_a_model_that_made_way_for_a_ring_group_in_vain_comes_back(tmp_path: Path) -> None:
+    async with node(tmp_path) as here:
+        path = await here.bring("big")
+        seats = (RingSeat(node="left"), RingSeat(node="right"))
+        spec = RingSpec(name="big", source="nothing here", split="tensor", seats=seats)
+        whole = await asyncio.to_thread(estimate_of, path)
+        async with Supervisor(SystemClock()) as tasks:
+            here.pulled.start(tasks)
+            with pytest.raises(ConfigError):
+                await here.home.add_group(spec.model(), None, rank_size(spec, 0, whole), whole)
+            await until(lambda: here.served == ["big"], "it is served alone again")
 
 
 async def test_an_encoder_makes_embeddings(tmp_path: Path) -> None:
