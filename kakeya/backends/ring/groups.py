@@ -87,6 +87,7 @@ class RingGroups:
         self._sockets = sockets
         self._clock = clock
         self._groups: dict[str, LedGroup] = {}
+        self._saving = asyncio.Lock()
         self._tasks: Supervisor | None = None
 
     # Life
@@ -99,8 +100,11 @@ class RingGroups:
         except OSError:
             return
         try:
-            for said in json.loads(data)["groups"]:
+            wished = [*json.loads(data)["groups"]]
+            for said in wished:
                 self._add(RingSpec.from_json(said))
+            if not all(said.get("wish") for said in wished):  # an id is drawn once, for all runs
+                await self._save()
         except (ConfigError, Conflict, ValueError, KeyError, TypeError) as fault:
             aside = self._file.with_suffix(".damaged")
             with contextlib.suppress(OSError):
@@ -375,14 +379,15 @@ class RingGroups:
 
     async def _save(self) -> None:
         """Write the wishes down. A full disk costs a restart the latest of them."""
-        wished = [
-            group.spec.to_json()
-            for group in self._groups.values()
-            if group.state.phase is not GroupPhase.ENDING
-        ]
-        data = json.dumps({"groups": wished}).encode()
         try:
-            await asyncio.to_thread(write_atomically, self._file, data)
+            async with self._saving:  # the latest state last
+                wished = [
+                    group.spec.to_json()
+                    for group in self._groups.values()
+                    if group.state.phase is not GroupPhase.ENDING
+                ]
+                data = json.dumps({"groups": wished}).encode()
+                await asyncio.to_thread(write_atomically, self._file, data)
         except OSError as problem:
             event(_log, "wishes not saved", level=logging.WARNING, problem=problem)
 

@@ -34,6 +34,7 @@ class Memberships:
         self._hosted: dict[str, tuple[str, str]] = {}
         """Leader and wish by the name of the group."""
         self._ended: list[str] = []
+        self._saving = asyncio.Lock()
 
     async def restore(self) -> None:
         """Read what earlier runs knew."""
@@ -55,10 +56,12 @@ class Memberships:
         return wish in self._ended
 
     async def note(self, name: str, leader: str, wish: str) -> None:
-        """Note a group in which this node has a rank."""
+        """Note a group in which this node has a rank; one without a wish cannot be ended here."""
         if self._hosted.get(name) == (leader, wish):
             return
         self._hosted.pop(name, None)
+        if not wish:  # a leader of an older build gives none
+            return
         self._hosted[name] = leader, wish
         while len(self._hosted) > MOST:
             del self._hosted[next(iter(self._hosted))]
@@ -72,8 +75,9 @@ class Memberships:
 
     async def _save(self) -> None:
         """Write it down. A full disk costs a restart what is new."""
-        told = {"hosted": list(self._hosted.items()), "ended": self._ended}
         try:
-            await asyncio.to_thread(write_atomically, self._file, json.dumps(told).encode())
+            async with self._saving:  # the latest state last
+                told = {"hosted": list(self._hosted.items()), "ended": self._ended}
+                await asyncio.to_thread(write_atomically, self._file, json.dumps(told).encode())
         except OSError as problem:
             event(_log, "memberships not saved", level=logging.WARNING, problem=problem)

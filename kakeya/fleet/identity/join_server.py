@@ -85,6 +85,7 @@ class JoinServer:
         """`port` 0 = a free port, chosen by the system at each opening; `file` keeps live invites
         over a restart, None = they end with this process."""
         self._file = file
+        self._saving = asyncio.Lock()
         self._authority = authority
         self._trust = trust
         self._hosts = hosts
@@ -185,9 +186,10 @@ class JoinServer:
         """Keep the invites on disk; where that fails, they end with this process."""
         if self._file is None:
             return
-        told = {"addresses": self._addresses, "invites": self._invites.as_json()}
         try:
-            await asyncio.to_thread(write_atomically, self._file, json.dumps(told).encode())
+            async with self._saving:  # the latest state last
+                told = {"addresses": self._addresses, "invites": self._invites.as_json()}
+                await asyncio.to_thread(write_atomically, self._file, json.dumps(told).encode())
         except OSError as fault:
             event(_log, "invites not saved", level=logging.WARNING, file=self._file, fault=fault)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -25,6 +27,7 @@ from kakeya.core.errors import (
     NotFound,
     PeerUnavailable,
 )
+from kakeya.core.files import write_atomically
 from kakeya.core.tasks import Supervisor
 from kakeya.generation.facts import ModelState
 from kakeya.generation.spec import EMBEDDED_FOLDER
@@ -375,6 +378,48 @@ async def test_a_node_that_has_no_rank_asks_those_that_may_have(tmp_path: Path) 
     peers.known = {"a": Answering(NotFound("none"))}
     with pytest.raises(NotFound, match="no ring group is called 'big'"):
         await asked.end_group("big", is_for_leader=False)
+
+
+async def test_a_group_of_a_leader_that_gives_no_wish_is_not_ended_for_all_others(
+    tmp_path: Path,
+) -> None:
+    member = Leader(tmp_path).groups
+    await member.members.note("big", "mini-1", "")
+    cast("Any", member._peers).away = ("mini-1",)
+    with pytest.raises(NotFound):
+        await member.end_group("big", is_for_leader=True)
+    assert not member.members.is_ended("")
+
+
+async def test_a_wish_of_an_older_build_gets_its_id_once(tmp_path: Path) -> None:
+    older = {key: one for key, one in SPEC.to_json().items() if key != "wish"}
+    (tmp_path / FILE).write_text(json.dumps({"groups": [older]}))
+    wishes = set()
+    for _ in range(2):
+        run = Leader(tmp_path)
+        await run.groups.restore()
+        wishes |= {group.spec.wish for group in run.groups._groups.values()}
+    assert len(wishes) == 1
+
+
+async def test_what_is_known_last_is_on_the_disk_last(tmp_path: Path, monkeypatch: Any) -> None:
+    may_write = threading.Event()
+    members, writes = Memberships(tmp_path), iter((may_write.wait, int))
+
+    def slow(path: Path, data: bytes) -> None:
+        next(writes)()
+        write_atomically(path, data)
+
+    monkeypatch.setattr("kakeya.backends.ring.members.write_atomically", slow)
+    noting = asyncio.create_task(members.note("big", "mini-1", "wish"))
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(members.end("big"))
+    await asyncio.wait((ending,), timeout=0.1)  # as if it overtook the first
+    may_write.set()
+    await asyncio.gather(noting, ending)
+    again = Memberships(tmp_path)
+    await again.restore()
+    assert again.is_ended("wish")
 
 
 async def test_memberships_outlive_a_run_and_stay_few(tmp_path: Path) -> None:
