@@ -59,7 +59,12 @@ class RecentLines(logging.Handler):
     def told(self) -> list[Json]:
         """The lines of the last hour, the newest first."""
         since = self._clock.wall() - KEPT_S
-        return [line for line in reversed(self._lines) if float(str(line["at"])) >= since]
+        self.acquire()  # threads write lines meanwhile
+        try:
+            lines = reversed(tuple(self._lines))
+        finally:
+            self.release()
+        return [line for line in lines if float(str(line["at"])) >= since]
 
 
 def _told(value: object) -> object:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 
 from kakeya.core.log import event
 from kakeya.dispatch.watch.recent_lines import KEPT_S, MOST_LINES, RecentLines
@@ -41,3 +43,27 @@ def test_what_repeats_is_one_line_and_all_are_bounded(caplog) -> None:
         for number in range(2 * MOST_LINES):
             event(LOG, "node is new", node=number)
         assert len(lines.told()) == MOST_LINES
+
+
+def test_lines_are_told_while_other_threads_write_some(caplog, monkeypatch) -> None:
+    is_over = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not is_over.is_set():
+            event(LOG, "node is new", node=(number := number + 1))
+
+    before = sys.getswitchinterval()
+    with RecentLines(FakeClock()) as lines:
+        monkeypatch.setattr(logging.getLogger("kakeya"), "propagate", False)
+        caplog.set_level(logging.INFO, logger="kakeya")
+        writer = threading.Thread(target=write)
+        writer.start()
+        sys.setswitchinterval(1e-6)
+        try:
+            for _ in range(500):
+                lines.told()
+        finally:
+            sys.setswitchinterval(before)
+            is_over.set()
+            writer.join()
