@@ -52,6 +52,8 @@ class OnDemandPulls:
         if model_id in self._pulls:
             return ""
         if any(one.name == model_id for one in self._weights.index.last_found):
+            if why := self._weights.unserved(model_id):
+                return f"it was pulled before, and is not served here: {why}"
             return (
                 "its files are on this node's disk, and no pull brought them: start the node with "
                 f"--model {model_id}"

@@ -73,6 +73,8 @@ async def test_a_pull_is_begun_that_its_request_can_wait_for() -> None:
         )
         disk.index.last_found = (SimpleNamespace(name="mine"),)
         assert "start the node with --model mine" in pulls.refusal("mine", 1, 100 * MIB)
+        disk.unserved = lambda name: "it needs 9 GiB"
+        assert "is not served here: it needs 9 GiB" in pulls.refusal("mine", 1, 100 * MIB)
         disk.has_memory = False
         assert "no memory for its 1.0 GiB" in pulls.refusal("m", GIB, 100 * MIB)
     async with pulls_of(Disk(), pull_mb_per_s=1.0) as slow:
