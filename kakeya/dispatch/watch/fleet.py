@@ -29,6 +29,8 @@ AGAIN_S, UNABLE_S = 5.0, 60.0
 """Until a peer is called again that broke off, or is of a build that tells nothing."""
 MOST_WATCHED = 32
 """Peers that are called, of those that are not in doubt. Of others their cards are told."""
+MOST_SECTIONS = 64
+"""Of one peer; of more it is not told."""
 FleetNews = dict[str, Json]
 """Changed sections by node id; a section that is gone is None."""
 
@@ -72,13 +74,16 @@ class FleetWatch:
         self._followers: set[_Follower] = set()
         self._task: asyncio.Task[None] | None = None
         self._calls: dict[str, asyncio.Task[None]] = {}
+        self._running = asyncio.Lock()
+        """One that ends clears what it knows before the next one begins."""
 
     async def follow(self) -> AsyncGenerator[FleetNews, None]:
         """Yield all sections, and then those that changed, until the node drains."""
-        one = _Follower({node_id: dict(told) for node_id, told in self._told.items()})
+        known = self._told if self._task else {}
+        one = _Follower({node_id: dict(told) for node_id, told in known.items()})
         self._followers.add(one)
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="watch of the fleet")
+            self._task = asyncio.create_task(self._runs(), name="watch of the fleet")
         task = self._task
         try:
             while not task.done():
@@ -98,8 +103,11 @@ class FleetWatch:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
+    async def _runs(self) -> None:
+        async with self._running:
+            await self._run()
+
     async def _run(self) -> None:
-        self._told.clear()
         try:
             async with aclosing(self.facts.changes(self.facts.now)) as changes:
                 async for news in changes:
@@ -148,7 +156,9 @@ class FleetWatch:
         pause_s = AGAIN_S
         try:
             async for name, value in self._watch(peer):
-                self._take(peer.node_id, {name: value})
+                known = self._told.get(peer.node_id, {})
+                if name != CARD and (name in known or len(known) < MOST_SECTIONS):
+                    self._take(peer.node_id, {name: value})
         except UnknownMethod:
             pause_s = UNABLE_S
         except KakeyaError as failure:

@@ -8,7 +8,7 @@ from typing import Any
 from kakeya.core.errors import PeerUnavailable, UnknownMethod
 from kakeya.dispatch.peers.neighbours import LivePeer
 from kakeya.dispatch.watch.facts import OwnSections
-from kakeya.dispatch.watch.fleet import UNABLE_S, FleetNews, FleetWatch
+from kakeya.dispatch.watch.fleet import MOST_SECTIONS, UNABLE_S, FleetNews, FleetWatch
 from tests.fakes import FakeClock
 
 
@@ -73,6 +73,36 @@ async def test_a_page_gets_all_and_then_what_changes() -> None:
         assert got == {"own": {"node": {"label": "other"}}}
         world.cards.remove("peer")
         await seen_until(news, state, lambda now: now["peer"] == {})
+
+
+async def test_a_page_that_comes_while_the_last_one_leaves_gets_all() -> None:
+    for steps in range(5):
+        world = World()
+        first = world.watch.follow()
+        await seen_until(first, {}, lambda now: "own" in now)
+        leaving = asyncio.create_task(first.aclose())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        for _ in range(2):
+            async with (
+                aclosing(world.watch.follow()) as news,
+                aclosing(world.watch.follow()) as more,
+            ):
+                for one in (news, more):
+                    await seen_until(one, {}, lambda now: "node" in now.get("own", {}))
+        await leaving
+
+
+async def test_a_peer_tells_no_card_and_not_without_end() -> None:
+    world, state = World(), {}
+    async with aclosing(world.watch.follow()) as news:
+        await seen_until(news, state, lambda now: "peer" in now)
+        told = [("card", {"node_id": "other"}), *((f"s{at}", 1) for at in range(2 * MOST_SECTIONS))]
+        for one in (*told, ("s0", "last")):
+            world.peers["peer"].put_nowait(one)
+        await seen_until(news, state, lambda now: now["peer"].get("s0") == "last")
+        assert state["peer"]["card"]["node_id"] == "peer"
+        assert len(state["peer"]) == MOST_SECTIONS
 
 
 async def test_nothing_is_read_while_no_page_is_open() -> None:
