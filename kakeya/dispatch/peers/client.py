@@ -264,8 +264,9 @@ class PeerCalls:
             call = self._stub.WatchNode(pb.WatchNodeRequest(), timeout=_LONGEST_S)
             try:
                 async for told in call:
-                    yield told.section, json.loads(told.json)
-            except ValueError as problem:
+                    # NaN is no JSON to a page.
+                    yield told.section, json.loads(told.json, parse_constant=lambda _: None)
+            except (ValueError, RecursionError) as problem:
                 raise PeerProtocol(f"{self._name}: what it tells is no JSON") from problem
             finally:
                 call.cancel()

@@ -362,6 +362,29 @@ async def test_an_older_node_knows_no_method() -> None:
         await server.stop(None)
 
 
+class _Odd(ServingServiceServicer):
+    async def WatchNode(  # type: ignore[override]
+        self, request: pb.WatchNodeRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> None:
+        for told in (b"[NaN, 1]", b"[" * 100_000):
+            await context.write(pb.WatchNodeResponse(section="odd", json=told))
+
+
+async def test_what_a_node_tells_of_itself_is_json_or_an_error() -> None:
+    server = grpc.aio.server()
+    add_ServingServiceServicer_to_server(_Odd(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            async with aclosing(PeerCalls(channel, "odd").watch()) as told:
+                assert await anext(told) == ("odd", [None, 1])
+                with pytest.raises(PeerProtocol, match="odd: what it tells is no JSON"):
+                    await anext(told)
+    finally:
+        await server.stop(None)
+
+
 async def test_the_first_frames_say_what_computes_them(node: ServingNode, model: QuotedToy) -> None:
     told: list[AnswerOrigin] = []
     frames = node.calls.decode("toy", "", asked(), "auto", begun=told.append)
