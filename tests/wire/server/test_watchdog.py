@@ -40,7 +40,7 @@ async def test_a_free_loop_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "stacks").read_text() == ""
 
 
-@pytest.mark.parametrize("phase", [0.0, 0.98])
+@pytest.mark.parametrize("phase", [pytest.param(0.0, marks=pytest.mark.slow), 0.98])
 async def test_stacks_are_out_two_seconds_after_the_block_began(
     tmp_path: Path, phase: float
 ) -> None:
