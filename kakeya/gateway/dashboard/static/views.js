@@ -5,6 +5,7 @@ import { bytes, clock, count, h, joined, partOf, percent, seconds, speed, sum } 
 
 const MOST_ROUND = 9;
 const DENSE = 20;
+const MOST_REASONS = 10;
 const nodeLink = (node) => h("a", { href: `#/node/${encodeURIComponent(node.id)}` }, node.name);
 const requestLink = ({ id, ended_at }) => h("a", { href: `#/request/${encodeURIComponent(id)}`, class: "number", "data-key": id }, ended_at ? clock(ended_at) : id.slice(-8));
 const badge = (tone, ...text) => h("span", { class: `badge ${tone}` }, ...text);
@@ -158,7 +159,7 @@ function timeline(events, named, nameOf = (id) => id) {
     h("span", { class: "more" }, Object.entries(one.fields).filter(([key, value]) => !HIDDEN.has(key) && value !== "" && value !== "-").map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "number" && !Number.isInteger(value) ? value.toFixed(2) : nameOf(value)}`).join(" · ")))));
 }
 
-const reasonList = (reasons) => reasons.length ? h("ul", { class: "reasons" }, reasons.map(([tone, text]) => h("li", { class: tone }, text))) : null;
+const reasonList = (reasons) => reasons.length ? h("ul", { class: "reasons" }, reasons.slice(0, MOST_REASONS).map(([tone, text]) => h("li", { class: tone }, text)), reasons.length > MOST_REASONS && h("li", {}, `and ${reasons.length - MOST_REASONS} more`)) : null;
 const crumb = (href, text) => h("p", { class: "crumb" }, h("a", { href }, text));
 
 export function askView(fleet, key, actions) {
