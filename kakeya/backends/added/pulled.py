@@ -12,9 +12,11 @@ import logging
 
 from kakeya.backends.added.home import ModelHome
 from kakeya.core.errors import ConfigError, Conflict
+from kakeya.core.ids import NGRAM
 from kakeya.core.log import event
 from kakeya.core.settings import Illegal
 from kakeya.core.tasks import Supervisor
+from kakeya.fleet.cards.cards import MAX_ID_BYTES
 from kakeya.generation.spec import ModelRole, pulled_model
 from kakeya.weights.found import FoundModel
 from kakeya.weights.listed import uses
@@ -70,6 +72,8 @@ class PulledModels:
 
     async def _serve(self, found: FoundModel) -> str:
         """Serve a model; why it is not served, "" = it is."""
+        if found.name == NGRAM or len(found.name.encode()) > MAX_ID_BYTES:
+            return f"a model that is served has a name of at most {MAX_ID_BYTES} bytes, not {NGRAM}"
         try:
             if (await asyncio.to_thread(uses, found, self._home.lasting_sources, ()))[1]:
                 return ""  # by its owner's configuration

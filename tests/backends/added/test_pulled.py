@@ -139,6 +139,14 @@ async def test_a_file_that_no_node_can_read_hinders_nothing(tmp_path: Path) -> N
         assert "its files are none that a node can read" in here.weights.unserved("odd")
 
 
+async def test_what_has_no_name_for_a_card_is_not_served(tmp_path: Path) -> None:
+    async with node(tmp_path) as here:
+        for name in ("ngram", f"{'a' * 200}/{'b' * 100}"):
+            await here.bring(name)
+            assert here.served == []
+            assert "has a name of at most 256 bytes, not ngram" in here.weights.unserved(name)
+
+
 async def test_a_model_whose_removal_is_given_up_is_served_again(tmp_path: Path) -> None:
     async with node(tmp_path) as here:
         await here.bring("copy")
