@@ -35,9 +35,15 @@ def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     logs = commands.add_parser("logs", help=_TEXT, description=_TEXT, allow_abbrev=False)
     logs.add_argument("peer", nargs="?", default="", metavar="NODE", help="label of a node")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines")
-    logs.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="default: 100")
+    logs.add_argument("-n", "--lines", type=_count, default=100, metavar="N", help="default: 100")
     logs.add_argument("--node", default="", metavar="HOST:PORT", help="HTTP address of a node")
     add_data_dir(logs)
+
+
+def _count(written: str) -> int:
+    if not written.isdecimal():
+        raise argparse.ArgumentTypeError(f"{written!r} is no count of lines; write 0 or more")
+    return int(written)
 
 
 def run(options: argparse.Namespace) -> int | None:
@@ -47,6 +53,8 @@ def run(options: argparse.Namespace) -> int | None:
     folder = data_dir_of(options)
     file = None if options.peer or options.node else _file_of(folder)
     if file is not None:
+        if not os.access(file, os.R_OK):
+            raise NotFound(f"the log {file} is gone, or you may not read it")
         lines: Iterable[str] = last_lines(file, options.lines)
         if options.follow:
             lines = follow(file, options.lines)
@@ -101,14 +109,16 @@ def _tail(file: Path, count: int) -> list[str]:
 
 def follow(file: Path, count: int) -> Generator[str, None, None]:
     """The last lines of a log file and then each new one, also after the file was renamed."""
-    yield from last_lines(file, count)
+    last = last_lines(file, count)
     log, rest = file.open("rb"), b""
     log.seek(0, os.SEEK_END)
     try:
+        yield from last
         while True:
+            is_renamed = _is_renamed(file, log.fileno())  # before the read of its last lines
             *lines, rest = (rest + log.read()).split(b"\n")
             yield from (line.decode("utf-8", "replace") for line in lines)
-            if _is_renamed(file, log.fileno()):
+            if is_renamed:
                 log.close()
                 log = file.open("rb")
             elif not lines:
@@ -132,16 +142,16 @@ def told_lines(node: NodeApi, peer: str, count: int, *, is_followed: bool) -> It
     shown_at, names = 0.0, NodeLabels()
     for facts in node.facts(None if is_followed else _PEERS_S):
         chosen, names = _chosen(facts, peer), _names(facts)
+        if peer and not chosen and _chosen(facts, ""):  # the cards of peers come with the own one
+            known = sorted(filter(None, names.by_id.values()))
+            raise NotFound(f"no node is called {peer!r}{nearest(peer, known)}")
         news = facts.get(chosen, {}).get("events") or []
         lines = [one for one in reversed(news) if float(one["at"]) > shown_at]
-        for one in lines[-count:] if shown_at == 0.0 else lines:
+        for one in lines[max(0, len(lines) - count) :] if shown_at == 0.0 else lines:
             yield names.within(_line(one))
         shown_at = max([shown_at, *(float(one["at"]) for one in lines)])
         if news and not is_followed:
             return
-    if peer and not any(name == peer for name in names.by_id.values()):
-        known = sorted(filter(None, names.by_id.values()))
-        raise NotFound(f"no node is called {peer!r}{nearest(peer, known)}")
 
 
 def _names(facts: Mapping[str, Mapping[str, Any]]) -> NodeLabels:

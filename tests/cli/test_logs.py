@@ -15,6 +15,7 @@ from kakeya.cli.main import main
 from kakeya.cli.node_api import NodeApi
 from kakeya.cli.service.files import log_file
 from kakeya.core.errors import NotFound
+from kakeya.node.datadir import DataDir, RunInfo
 
 
 def test_the_last_lines_come_from_two_files_where_the_newest_is_short(tmp_path: Path) -> None:
@@ -100,3 +101,32 @@ def test_the_log_of_a_service_that_has_ended_is_found(tmp_path, capsys) -> None:
     log.write_text("the last words \x1b[2J\n")
     assert main(["logs", "--data-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "the last words ?[2J\n"
+
+
+def test_a_line_that_comes_while_the_last_ones_are_read_is_followed(tmp_path: Path) -> None:
+    log = tmp_path / "node.log"
+    log.write_text("one\ntwo\n")
+    with closing(follow(log, 2)) as lines:
+        assert next(lines) == "one"
+        with log.open("a") as file:
+            file.write("three\n")
+        assert [next(lines), next(lines)] == ["two", "three"]
+
+
+def test_an_unknown_peer_is_refused_at_once_when_it_is_followed() -> None:
+    node = Node({"a" * 52: {"card": {"label": "mini-1", "is_self": True}}})
+    with pytest.raises(NotFound, match="no node is called 'mini-9'"):
+        next(told_lines(node, "mini-9", 10, is_followed=True))
+
+
+def test_a_count_is_of_lines_and_a_log_that_is_gone_is_named(tmp_path, capsys) -> None:
+    told = {"a" * 52: {"card": {"is_self": True}, "events": [entry(1.0, "own")]}}
+    assert [*told_lines(Node(told), "", 0, is_followed=False)] == []
+    with pytest.raises(SystemExit):
+        main(["logs", "-n", "-5"])
+    assert "'-5' is no count of lines" in capsys.readouterr().err
+    with DataDir(tmp_path) as home:
+        log = str(tmp_path / "gone.log")
+        home.write_run(RunInfo(pid=7, node_id="n", grpc="a:1", http="a:2", log_file=log))
+        assert main(["logs", "--data-dir", str(tmp_path)]) == 1
+    assert f"the log {log} is gone" in capsys.readouterr().err
