@@ -15,7 +15,14 @@ from urllib.parse import quote
 from kakeya.cli.node_api import NodeApi
 from kakeya.cli.show.labels import labels_of
 from kakeya.cli.talk.conversation import TerminalChat
-from kakeya.cli.talk.generate import account, add_sampling, check_text, models_of
+from kakeya.cli.talk.generate import (
+    account,
+    add_sampling,
+    check_text,
+    models_of,
+    on_terminal,
+    stdin,
+)
 from kakeya.cli.talk.waiting import WaitLine
 from kakeya.core.errors import KakeyaError
 
@@ -74,11 +81,11 @@ class _Chat:
     def tell(self, text: str) -> None:
         """Say something that is no answer, on stderr, dim in a terminal."""
         dim, plain = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
-        print(f"{dim}{_shown(text)}{plain}", file=sys.stderr, flush=True)
+        print(f"{dim}{on_terminal(text)}{plain}", file=sys.stderr, flush=True)
 
     def _lines(self) -> Iterator[str]:
         if not self._is_terminal:
-            yield from (line.rstrip("\n") for line in sys.stdin)
+            yield from (line.rstrip("\n") for line in stdin())
             return
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - lines can be edited, and called back
@@ -105,7 +112,7 @@ class _Chat:
                 if piece := _delta(event):
                     waiting.end()
                     text.append(piece)
-                    print(_shown(piece), end="", flush=True)
+                    print(on_terminal(piece), end="", flush=True)
         except KeyboardInterrupt:
             note = "ended by Ctrl-C"
         except KakeyaError as failure:
@@ -157,8 +164,3 @@ def _delta(event: Mapping[str, object]) -> str:
         return ""
     delta = choices[0].get("delta") or {}
     return str(delta.get("content") or "")
-
-
-def _shown(text: str) -> str:
-    """A text without what moves a terminal's cursor, but for line breaks and tabs."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import sys
+import unicodedata
 from collections.abc import Mapping
+from typing import TextIO
 
 from kakeya.cli.node_api import NodeApi
 from kakeya.cli.talk.waiting import WaitLine
@@ -36,7 +39,7 @@ def add_sampling(command: argparse.ArgumentParser, max_tokens: int | None) -> No
 
 def run(node: NodeApi, options: argparse.Namespace) -> int:
     """Run the command and return its exit status. Raises KakeyaError."""
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    prompt = stdin().read() if options.prompt is None else options.prompt
     if not prompt:
         raise InvalidArgument("the prompt is empty; give a text with --prompt or on stdin")
     check_text(prompt, "the prompt")
@@ -59,7 +62,7 @@ def run(node: NodeApi, options: argparse.Namespace) -> int:
         piece = _text_of(event)
         text.append(piece)
         if not options.json:
-            print(piece, end="", flush=True)
+            print(on_terminal(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         found = event.get("usage")
         usage = found if isinstance(found, dict) else usage
     if options.json:
@@ -68,6 +71,27 @@ def run(node: NodeApi, options: argparse.Namespace) -> int:
         print()
         print(account(usage), file=sys.stderr)
     return 0
+
+
+def stdin() -> TextIO:
+    """Stdin, with surrogates for bytes that are not UTF-8, in every locale."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
+
+
+def on_terminal(text: str) -> str:
+    """A text of a model without what moves a terminal's cursor, but for line breaks and tabs.
+
+    Wide and unbroken spaces and the joiners of emoji and scripts are no control characters.
+    """
+    return "".join(
+        char if char in "\n\t\u200c\u200d" or unicodedata.category(char) not in _MOVES else "?"
+        for char in text
+    )
+
+
+_MOVES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def check_text(text: str, what: str) -> None:
