@@ -17,16 +17,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from kakeya.cli.data_dir import add_data_dir
+from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.logs import last_lines
 from kakeya.cli.service.files import ServiceKind, ServicePlan, ServiceUser, plan_service
 from kakeya.cli.service.start import until_ready
-from kakeya.config.config import load
+from kakeya.config.config import SETTINGS, load
+from kakeya.config.reader import CONFIG_FLAG
 from kakeya.core.errors import ConfigError, Conflict, KakeyaError
 from kakeya.core.folders import default_folder
+from kakeya.core.settings import folder as path_of
 from kakeya.node.datadir import find_running, is_held
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -80,7 +83,7 @@ def run(options: argparse.Namespace) -> int | None:
         kind,
         user,
         python=sys.executable,
-        flags=_absolute(flags),
+        flags=absolute(flags),
         folder=folder,
         platform=_platform(),
         systemd=systemd_version(program),
@@ -110,9 +113,9 @@ class Service:
         self._program = program
 
     def install(self) -> dict[str, object]:
-        """Write the file and start the node; a failure leaves nothing. Raises KakeyaError."""
+        """Write the file and start the node; a failure changes nothing. Raises KakeyaError."""
         plan = self._plan
-        self.check_root()
+        self.check_root(_OR_USER)
         before = find_running(self._folder)
         is_there = plan.file.exists()
         if is_held(self._folder) and not (before is not None and before.service):
@@ -120,6 +123,7 @@ class Service:
                 f"a node runs in {self._folder} that no service keeps; stop it with kakeya drain, "
                 "and install then"
             )
+        earlier = plan.file.read_bytes() if is_there else b""
         if is_there:
             self._all(plan.unload, must=False)
         try:
@@ -133,7 +137,13 @@ class Service:
             message = problem.message if isinstance(problem, KakeyaError) else str(problem)
             with contextlib.suppress(OSError):
                 message += "".join(f"; {line}" for line in last_lines(plan.logs / "node.log", 1))
-            self._remove()
+            if earlier:
+                self._all(plan.unload, must=False)
+                plan.file.write_bytes(earlier)
+                self._all(plan.load, must=False)
+                message += "; the service of before is back"
+            else:
+                self._remove()
             raise ConfigError(f"the service is not installed: {message}") from problem
         said = f"the node runs: pid {run.pid}, http {run.http}; its log is in {run.log_file}"
         note = f"\nnote: {plan.condition}" if plan.condition else ""
@@ -143,7 +153,7 @@ class Service:
         """Stop the node and remove the files. Raises KakeyaError."""
         if not self._plan.file.exists():
             return {"is_installed": False, "says": f"nothing is installed at {self._plan.file}"}
-        self.check_root()
+        self.check_root(_OR_USER)
         self._remove()
         kept = f"the node's own files stay: models, keys and state in {self._folder}"
         return {"is_installed": False, "says": f"removed {_files(self._plan)}\n{kept}"}
@@ -175,9 +185,15 @@ class Service:
 
     def _remove(self) -> None:
         self._all(self._plan.unload, must=False)
+        said = self._plan.file.read_bytes() if self._plan.file.exists() else self._plan.content
         self._plan.file.unlink(missing_ok=True)
         self._all(self._plan.forget, must=False)
-        shutil.rmtree(self._plan.logs, ignore_errors=True)
+        logs = self._plan.logs
+        if os.fsencode(logs) in said:  # else it kept the node of another folder
+            for one in (*logs.glob("node.log*"), logs / "launchd.log"):
+                one.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                logs.rmdir()
         for folder in self._plan.emptied:
             with contextlib.suppress(OSError):  # it has files of others, or is not there
                 folder.rmdir()
@@ -190,16 +206,14 @@ class Service:
             for one in made:
                 os.chown(one, user.uid, user.gid)
 
-    def check_root(self) -> None:
-        """Raise ConfigError for a caller that may not change this service."""
+    def check_root(self, otherwise: str = "") -> None:
+        """Raise ConfigError for a caller that may not change this service; it says `otherwise`."""
         user = self._plan.user
         if not self._plan.needs_root and os.geteuid() != user.uid:
             raise ConfigError(f"--as user is for yourself: run this as {user.name}, without sudo")
         if self._plan.needs_root and os.geteuid() != 0:
             again = shlex.join(["sudo", sys.executable, "-m", "kakeya.cli.main", *sys.argv[1:]])
-            raise ConfigError(
-                f"the system's service needs root: {again}; or give --as user, without root"
-            )
+            raise ConfigError(f"the system's service needs root: {again}{otherwise}")
 
     def _all(self, commands: Sequence[Sequence[str]], *, must: bool = True) -> None:
         for command in commands:
@@ -209,6 +223,7 @@ class Service:
                 raise ConfigError(f"{shlex.join(command)}: {reason}")
 
 
+_OR_USER = "; or give --as user, without root"
 _TELLING = re.compile(
     r"\s*(ActiveState|SubState|MainPID|NRestarts|state|pid|runs|last exit code)\b"
 )
@@ -229,17 +244,37 @@ def find_user(name: str, environ: Mapping[str, str], uid: int) -> ServiceUser:
     return ServiceUser(name=name, uid=found.pw_uid, gid=found.pw_gid, home=Path(found.pw_dir))
 
 
+def folder_behind_sudo(options: argparse.Namespace) -> Path:
+    """The data directory that the caller means, also behind sudo, which has another home."""
+    name = os.environ.get("SUDO_USER", "") if os.geteuid() == 0 else ""
+    if not name or options.data_dir:
+        return data_dir_of(options)
+    return _folder("", find_user(name, {}, 0))
+
+
 def _folder(given: str, user: ServiceUser) -> Path:
     if given:
         return Path(given).expanduser().absolute()
     return default_folder({}, platform=sys.platform, home=user.home)
 
 
-def _absolute(flags: Sequence[str]) -> list[str]:
+def absolute(flags: Sequence[str]) -> list[str]:
     """Flags with whole paths: the service starts in the home folder."""
+    of_paths = {CONFIG_FLAG, *(one.flag for one in SETTINGS.values() if one.parse is path_of)}
     return [
-        str(Path(one).absolute()) if os.sep in one and Path(one).exists() else one for one in flags
+        _whole(one, is_path=before in of_paths or one.partition("=")[0] in of_paths)
+        for before, one in zip(("", *flags), flags, strict=False)
     ]
+
+
+def _whole(word: str, *, is_path: bool) -> str:
+    """A word whose path is whole: PATH, NAME=PATH:ROLE of a model, or --FLAG= and one of these."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    name, named, path = ("", "", value) if is_path else value.rpartition("=")
+    path, colon, role = (path, "", "") if is_path else path.partition(":")
+    if path and (is_path or (os.sep in path and Path(path).exists())):
+        path = str(Path(path).expanduser().absolute())
+    return f"{flag}{equals}{name}{named}{path}{colon}{role}"
 
 
 def _platform() -> str:
@@ -252,8 +287,9 @@ def service_of(folder: Path, kind: str) -> Service | None:
     """The service that keeps the node of a folder, of which the node tells the kind; "" = none."""
     if not kind:
         return None
-    own = pwd.getpwuid(os.geteuid()).pw_name if kind == ServiceKind.USER else ""
-    user = find_user(own, os.environ, os.geteuid())
+    is_own = kind == ServiceKind.USER
+    uid = os.geteuid() if is_own else folder.stat().st_uid
+    user = find_user(pwd.getpwuid(uid).pw_name, os.environ, uid)
     plan = plan_service(
         ServiceKind(kind),
         user,
@@ -265,6 +301,14 @@ def service_of(folder: Path, kind: str) -> Service | None:
     return Service(plan, folder, program)
 
 
+def program_as_owner(folder: Path) -> Program:
+    """`program` as the owner of a folder, for root: a file of root would lock the owner out."""
+    uid = folder.stat().st_uid
+    if os.geteuid() != 0 or uid == 0:
+        return program
+    return partial(program, user=pwd.getpwuid(uid))
+
+
 def systemd_version(ask: Program) -> int:
     """The version of systemd here; 0 = there is none."""
     if shutil.which("systemctl") is None:
@@ -273,10 +317,23 @@ def systemd_version(ask: Program) -> int:
     return int(found[1]) if found else 0
 
 
-def program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a program of the system and return what it said."""
+def program(
+    command: Sequence[str], user: pwd.struct_passwd | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of the system, as a user or as this one, and return what it said."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        if user is None:
+            return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            user=user.pw_uid,
+            group=user.pw_gid,
+            extra_groups=os.getgrouplist(user.pw_name, user.pw_gid),
+            env={**os.environ, "HOME": user.pw_dir, "USER": user.pw_name},
+        )
     except OSError as problem:
         reason = problem.strerror or str(problem)
         return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {reason}")

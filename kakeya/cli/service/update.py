@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
-from kakeya.cli.data_dir import add_data_dir, data_dir_of
+from kakeya.cli.data_dir import add_data_dir
 from kakeya.cli.node_api import NodeApi
-from kakeya.cli.service.command import Program, program, service_of
+from kakeya.cli.service.command import (
+    Program,
+    folder_behind_sudo,
+    program_as_owner,
+    service_of,
+)
 from kakeya.cli.service.drain import PATIENCE_S, drain
 from kakeya.cli.service.start import check_start, start_again, until_ready
 from kakeya.core.errors import ConfigError, KakeyaError
@@ -45,9 +50,9 @@ def run(options: argparse.Namespace) -> int | None:
     """Run the command and return its exit status; None for any other. Raises KakeyaError."""
     if options.command != "update":
         return None
-    source = find_source(program)
+    ask = program_as_owner(Path(sys.prefix))
+    source, folder = find_source(ask), folder_behind_sudo(options)
     if options.dry_run:
-        folder = data_dir_of(options)
         node = (
             "drain the node, and start it again at the end" if is_held(folder) else "no node runs"
         )
@@ -55,7 +60,7 @@ def run(options: argparse.Namespace) -> int | None:
         for command in (*source.look, *source.bring(options.to)):
             print(f"  {shlex.join(command)}")
         return 0
-    print(update(source, NodeKeeper(data_dir_of(options)), program, options.to))
+    print(update(source, NodeKeeper(folder), ask, options.to))
     return 0
 
 
@@ -132,6 +137,7 @@ class NodeKeeper:
         self._folder = folder
         self._run = find_running(folder)
         self._service = service_of(folder, self._run.service) if self._run else None
+        self._is_loaded = self._service is not None
 
     def check(self) -> None:
         """Raise ConfigError where the node could not be stopped or started again."""
@@ -147,6 +153,7 @@ class NodeKeeper:
         drain(self._folder, PATIENCE_S, until_replaced=False, tell=_tell)
         if self._service is not None:  # which would start it again
             self._service.stop()
+            self._is_loaded = False
         while is_held(self._folder):
             time.sleep(_LOOK_S)
 
@@ -156,6 +163,7 @@ class NodeKeeper:
             return
         if self._service is not None:
             self._service.start()
+            self._is_loaded = True
             until_healthy(until_ready(self._folder, 0))
         else:
             started = start_again(self._run, self._folder)
@@ -164,7 +172,9 @@ class NodeKeeper:
     def end(self) -> None:
         """End what `start` began and what does not serve."""
         if self._service is not None:
-            self._service.stop()
+            if self._is_loaded:  # launchd refuses to stop what it does not know
+                self._service.stop()
+                self._is_loaded = False
         elif find_running(self._folder) is not None:
             drain(self._folder, 1.0, until_replaced=False, tell=_tell)
         while is_held(self._folder):
@@ -183,8 +193,8 @@ def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str
     try:
         _all(ask, source.bring(to))
         node.start()
-    except (KakeyaError, OSError) as problem:
-        reason = problem.message if isinstance(problem, KakeyaError) else str(problem)
+    except (KakeyaError, OSError, KeyboardInterrupt) as problem:
+        reason = problem.message if isinstance(problem, KakeyaError) else str(problem) or "Ctrl-C"
         _tell(f"the new version does not serve: {reason}; going back")
         node.end()
         _all(ask, source.bring(source.version))

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pwd
 import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kakeya.cli.main import main
 from kakeya.cli.service import command as command_module
-from kakeya.cli.service.command import Service, find_user, systemd_version
+from kakeya.cli.service.command import (
+    Service,
+    absolute,
+    find_user,
+    folder_behind_sudo,
+    program_as_owner,
+    systemd_version,
+)
 from kakeya.cli.service.files import ServiceKind, ServicePlan, ServiceUser, plan_service
 from kakeya.core.errors import ConfigError, Conflict
+from kakeya.core.folders import default_folder
 from kakeya.node.datadir import DataDir, RunInfo
 
 
@@ -94,6 +105,75 @@ def test_an_installation_that_fails_leaves_nothing(plan, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"enable --now kakeya\.service: Failed to connect"):
         Service(plan, folder, keeper).install()
     assert files(tmp_path) == []
+
+
+def test_a_new_installation_that_fails_brings_the_service_of_before_back(plan, tmp_path) -> None:
+    folder = tmp_path / "home" / "data"
+    folder.mkdir(parents=True)
+    keeper = Keeper(folder)
+    Service(plan, folder, keeper).install()
+    (plan.logs / "node.log").write_text("a line\n")
+
+    def refuses_the_other(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        is_other = "enable" in command and plan.file.read_bytes() != plan.content
+        keeper.refuses = "the port is taken" if is_other else ""
+        return keeper(command)
+
+    other = replace(plan, content=plan.content + b"# other flags\n")
+    with pytest.raises(ConfigError, match="the port is taken; a line; the service of before is"):
+        Service(other, folder, refuses_the_other).install()
+    assert plan.file.read_bytes() == plan.content
+    assert keeper.home is not None
+    assert (plan.logs / "node.log").exists()
+
+
+def test_files_that_are_not_of_the_node_stay(plan, tmp_path: Path) -> None:
+    folder = tmp_path / "home" / "data"
+    folder.mkdir(parents=True)
+    service = Service(plan, folder, Keeper(folder))
+    service.install()
+    for name in ("node.log", "node.log.1", "of-the-owner.txt"):
+        (plan.logs / name).write_text("x")
+    service.uninstall()
+    assert [one.name for one in plan.logs.iterdir()] == ["of-the-owner.txt"]
+    (plan.logs / "node.log").write_text("of another node")
+    plan.file.parent.mkdir(parents=True)
+    plan.file.write_text("ExecStart=kakeya-node --log-file /elsewhere/logs/node.log")
+    service.uninstall()
+    assert (plan.logs / "node.log").exists()
+
+
+def test_paths_are_whole_since_the_service_starts_in_another_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    given = ["--config", "kakeya.toml", "--http-cert=a=b.pem", "--model=models/", "--model"]
+    given += ["big=models/:verifier", "--proposer", "org/name", "--http", "127.0.0.1:0", "--config"]
+    assert absolute(given) == [
+        *("--config", f"{tmp_path}/kakeya.toml", f"--http-cert={tmp_path}/a=b.pem"),
+        *(f"--model={tmp_path}/models", "--model", f"big={tmp_path}/models:verifier"),
+        *("--proposer", "org/name", "--http", "127.0.0.1:0", "--config"),
+    ]
+
+
+def test_sudo_means_the_data_and_the_rights_of_its_caller(tmp_path, monkeypatch) -> None:
+    me = pwd.getpwuid(os.getuid())
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("SUDO_USER", me.pw_name)
+    monkeypatch.setenv("HOME", "/root/elsewhere")
+    found = folder_behind_sudo(argparse.Namespace(data_dir=""))
+    assert found == default_folder({}, platform=sys.platform, home=Path(me.pw_dir))
+    given = argparse.Namespace(data_dir=str(tmp_path))
+    assert folder_behind_sudo(given) == tmp_path
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_programs_run_as_the_owner_of_the_folder(tmp_path: Path) -> None:
+    assert program_as_owner(tmp_path)(("id", "-u")).stdout == "0\n"
+    nobody = pwd.getpwnam("nobody")
+    os.chown(tmp_path, nobody.pw_uid, nobody.pw_gid)
+    as_owner = program_as_owner(tmp_path)
+    assert as_owner(("id", "-u")).stdout == f"{nobody.pw_uid}\n"
+    assert as_owner(("sh", "-c", "echo $HOME")).stdout == f"{nobody.pw_dir}\n"
 
 
 def test_a_node_that_no_service_keeps_is_not_taken_over(plan, tmp_path: Path) -> None:

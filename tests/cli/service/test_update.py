@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kakeya.cli.service import update as update_module
 from kakeya.cli.service.command import program
 from kakeya.cli.service.update import NodeKeeper, UpdateSource, git_source, pip_source, update
 from kakeya.core.errors import ConfigError
+from kakeya.node.datadir import DataDir, RunInfo
 
 
 def git(place: Path, *words: str) -> str:
@@ -52,6 +54,8 @@ class Node(NodeKeeper):
     def start(self) -> None:
         text = self.file.read_text()
         self.done.append(f"start {text}")
+        if text == "slow":
+            raise KeyboardInterrupt
         if text == self.bad:
             raise ConfigError("it ended at once")
 
@@ -84,6 +88,46 @@ def test_a_version_that_does_not_serve_is_taken_back(clone: Path, tmp_path: Path
         update(source, node, without_pip, "")
     assert node.done == ["stop", "start two", "end", "start one"]
     assert git_source(clone, program).version == source.version
+
+
+def test_ctrl_c_brings_the_version_of_before_back(clone: Path, tmp_path: Path) -> None:
+    commit(tmp_path / "origin", "slow")
+    node, source = Node(clone), git_source(clone, program)
+    with pytest.raises(ConfigError, match="not updated: Ctrl-C"):
+        update(source, node, without_pip, "")
+    assert node.done == ["stop", "start slow", "end", "start one"]
+
+
+class Keeper:
+    """launchd: it refuses to stop what it does not know."""
+
+    def __init__(self) -> None:
+        self.is_loaded = True
+
+    def stop(self) -> None:
+        if not self.is_loaded:
+            raise ConfigError("Boot-out failed: 3: No such process")
+        self.is_loaded = False
+
+    def start(self) -> None:
+        self.is_loaded = True
+
+
+def test_a_service_that_was_not_started_yet_is_not_stopped_twice(tmp_path, monkeypatch) -> None:
+    keeper = Keeper()
+    monkeypatch.setattr(update_module, "service_of", lambda folder, kind: keeper)
+    monkeypatch.setattr(update_module, "drain", lambda *_, **__: None)
+    monkeypatch.setattr(update_module, "until_ready", lambda *_: None)
+    monkeypatch.setattr(update_module, "until_healthy", lambda _: None)
+    with DataDir(tmp_path) as home:
+        home.write_run(RunInfo(pid=7, node_id="n", grpc="a:1", http="a:2", log_file="l"))
+        node = NodeKeeper(tmp_path)
+    node.stop()
+    node.end()
+    node.start()
+    assert keeper.is_loaded
+    node.end()
+    assert not keeper.is_loaded
 
 
 def test_changes_of_the_owner_are_left_alone(clone: Path, tmp_path: Path) -> None:
