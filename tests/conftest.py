@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, settings
 from benchmarks.models import REAL, REAL_EMBEDDER, REAL_GGUF
 from kakeya.backends.llama.find import find_server
 from kakeya.mlx.numerics.blas import preload_blas
-from tests import findings, fork_server, late, spread
+from tests import findings, fork_server
 from tests.late import (  # noqa: F401  # pytest finds its hooks by their names here
+    pytest_addoption,
     pytest_runtest_call,
     pytest_runtest_setup,
     pytest_runtest_teardown,
@@ -27,7 +28,7 @@ from tests.late import (  # noqa: F401  # pytest finds its hooks by their names 
 )
 from tests.spread import (  # noqa: F401
     pytest_collection_modifyitems,
-    pytest_runtestloop,
+    pytest_xdist_make_scheduler,
 )
 
 if os.environ.get("KAKEYA_TEST_OPENBLAS") == "1":
@@ -43,11 +44,6 @@ settings.register_profile(
     derandomize=not IS_SOAK,
 )
 settings.load_profile("busy")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    late.add_options(parser)
-    spread.add_options(parser)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -98,12 +94,10 @@ def children_are_forked(nothing_blocks_the_event_loop: BlockBuster) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def models_are_checked_once(
-    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def models_are_checked_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """By whichever worker is the first."""
     own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if hasattr(pytestconfig, "workerinput") else own) / "findings"
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "findings"
     shared.mkdir(mode=0o700, exist_ok=True)
     findings.shared.append(shared)
 

@@ -32,12 +32,12 @@ import pytest
 AGAIN = 12
 """Later alarms come so many times in the time of the first: each 20 s of 240."""
 
-RUNNERS = ("/_pytest/", "/pluggy/", "/pytest_asyncio/", "tests/late.py", "tests/spread.py")
+RUNNERS = ("/_pytest/", "/pluggy/", "/xdist/", "/execnet/", "/pytest_asyncio/", "tests/late.py")
 LATE = pytest.StashKey[str]()
 """The phase of a test, as pytest names it, that was late; of a session: the last of these."""
 
 
-def add_options(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("late_after_s", "seconds for each of a test's setup, call and teardown", "string")
 
 

@@ -9,15 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HOOKS = """
-from tests import late, spread
-from tests.late import *
-from tests.spread import *
-
-def pytest_addoption(parser):
-    late.add_options(parser)
-    spread.add_options(parser)
-"""
+HOOKS = "from tests.late import *\nfrom tests.spread import *\n"
 CONFIGURATION = f"""
 [pytest]
 asyncio_mode = auto
@@ -92,11 +84,11 @@ def test_a_test_that_is_late_or_ends_its_worker_fails_alone(tmp_path: Path) -> N
     passes = "".join(f"def test_passes_{n}(): pass\n" for n in range(10))
     for name, text in {"dies": DIES, "hangs": HANGS, "one": passes, "two": passes}.items():
         (tmp_path / f"test_{name}.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-rA", "--workers", "2"]
-    # No plugin is loaded that has no part in this.
+    command = [sys.executable, "-m", "pytest", "-rA", "-n", "2", "--dist", "loadfile"]
+    # Each worker that ends has a successor: no plugin is loaded that has no part in this.
     plugins = {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTEST_PLUGINS": "pytest_asyncio.plugin",
+        "PYTEST_PLUGINS": "xdist.plugin,pytest_asyncio.plugin",
     }
     done = subprocess.run(
         command,

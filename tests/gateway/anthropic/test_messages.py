@@ -16,7 +16,7 @@ from kakeya.generation.facts import ModelState
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 if TYPE_CHECKING:
-    import anthropic  # in the tests: a second of each collection
+    import anthropic  # in the tests: it costs each worker of xdist seconds to collect
 
 HI = {"role": "user", "content": "hi"}
 LOOK = {"name": "look", "input_schema": {"properties": {"at": {"type": "integer"}}}}

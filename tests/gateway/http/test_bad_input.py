@@ -346,7 +346,8 @@ def test_half_a_character_becomes_the_sign_for_it_and_all_else_stays(said: str) 
 
 PACKED = json.dumps(CHAT).encode()
 
-# Without the time of packing, which would be in the names of the tests.
+# Without the time of packing, which would be in the names of the tests, and pytest-xdist
+# asks every worker for the same names.
 GZIPPED = gzip.compress(PACKED, mtime=0)
 
 

@@ -281,7 +281,7 @@ async def test_no_event_has_an_id_where_no_copy_may_be_made(folder: Path, path: 
 
 
 async def test_the_clients_of_openai_and_anthropic_read_streams_with_ids(folder: Path) -> None:
-    import anthropic  # here: a second of each collection
+    import anthropic  # here: it costs each worker of xdist seconds to collect
 
     one, two = (toy(folder, SAID + CALL) for _ in range(2))
     async with pair(one, two) as nodes:
