@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
+_LONGEST_BYTES = 4
+"""Of a character in UTF-8."""
 _WINDOW_TOKENS = 64
 """Most tokens that a decoder without a byte table holds back while its text is not settled."""
 _CONTEXT_TOKENS = 16
@@ -83,7 +85,7 @@ class WindowDetokenizer:
         self._window = [one for one in after[-_CONTEXT_TOKENS:] if one not in hidden]
         # window[:settled] is shown already; it gives the rest its context
         self._settled = len(self._window)
-        while self._settled and self._decode(self._window[: self._settled]).endswith("\ufffd"):
+        while self._settled and self._ends_in_half(self._window[: self._settled]):
             self._settled -= 1  # half a character at the end of the prompt is whole in the text
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -111,6 +113,13 @@ class WindowDetokenizer:
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
         return whole[len(before) :]
+
+    def _ends_in_half(self, token_ids: Sequence[int]) -> bool:
+        """Whether tokens end within a character. The text does not tell: U+FFFD is one, too."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in token_ids[-_LONGEST_BYTES:]:
+            utf8.decode(bytes_of(self._tokenizer, token_id, is_byte_level=False))
+        return bool(utf8.getstate()[0])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         decoded: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)

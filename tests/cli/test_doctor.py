@@ -118,7 +118,7 @@ def test_the_command_alone_exits_by_the_worst_line(short_path: Path) -> None:
     with closed_port() as closed:
         bad = doctor(short_path, closed)
     assert bad.returncode == 1
-    assert f"kakeya-node --bind {closed}" in bad.stdout
+    assert f"to mend reach {closed} (on {closed}):\n    kakeya-node\n" in bad.stdout
     assert re.search(r"1 fault and \d warning", bad.stdout)
 
 

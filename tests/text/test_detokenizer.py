@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
@@ -66,6 +66,8 @@ def test_a_window_decoder_gives_the_full_decode_of_valid_text(words, sizes):
     assert "".join(pieces) == sentence_tokenizer().decode(ids)
 
 
+@example(prompt=[[239, 191, 189]], words=[], sizes=[1])  # U+FFFD itself
+@example(prompt=[[239, 191, 189]], words=[[65]], sizes=[1])
 @given(st.lists(WORDS, min_size=1, max_size=6), st.lists(WORDS, max_size=9), SIZES)
 def test_a_text_goes_on_from_its_prompt_as_the_whole_is_decoded(prompt, words, sizes):
     before, ids = ([token for word in some for token in word] for some in (prompt, words))
