@@ -74,16 +74,13 @@ class FleetWatch:
         self._followers: set[_Follower] = set()
         self._task: asyncio.Task[None] | None = None
         self._calls: dict[str, asyncio.Task[None]] = {}
-        self._running = asyncio.Lock()
-        """One that ends clears what it knows before the next one begins."""
 
     async def follow(self) -> AsyncGenerator[FleetNews, None]:
         """Yield all sections, and then those that changed, until the node drains."""
-        known = self._told if self._task else {}
-        one = _Follower({node_id: dict(told) for node_id, told in known.items()})
+        one = _Follower({node_id: dict(told) for node_id, told in self._told.items()})
         self._followers.add(one)
         if self._task is None:
-            self._task = asyncio.create_task(self._runs(), name="watch of the fleet")
+            self._task = asyncio.create_task(self._run(), name="watch of the fleet")
         task = self._task
         try:
             while not task.done():
@@ -99,27 +96,24 @@ class FleetWatch:
         finally:
             self._followers.discard(one)
             if not self._followers and self._task is task:
-                self._task = None
+                # The next watch may begin before this one has ended, which may be cut short when
+                # this is cancelled once more: so the two share nothing.
+                self._task, self._told, self._calls = None, {}, {}
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def _runs(self) -> None:
-        async with self._running:
-            await self._run()
-
     async def _run(self) -> None:
+        calls = self._calls
         try:
             async with aclosing(self.facts.changes(self.facts.now)) as changes:
                 async for news in changes:
                     self._take_own(news)
                     self._call_peers()
         finally:
-            calls = tuple(self._calls.values())
-            for call in calls:
+            ending = tuple(calls.values())
+            for call in ending:
                 call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-            self._calls.clear()
-            self._told.clear()
+            await asyncio.gather(*ending, return_exceptions=True)
 
     def _take_own(self, news: Json) -> None:
         fleet = news.pop(FLEET, None)
@@ -149,8 +143,9 @@ class FleetWatch:
                 self._calls[peer.node_id] = call
                 call.add_done_callback(partial(self._ended, peer.node_id))
 
-    def _ended(self, node_id: str, _: asyncio.Task[None]) -> None:
-        del self._calls[node_id]
+    def _ended(self, node_id: str, call: asyncio.Task[None]) -> None:
+        if self._calls.get(node_id) is call:
+            del self._calls[node_id]
 
     async def _call(self, peer: LivePeer) -> None:
         pause_s = AGAIN_S
@@ -164,6 +159,7 @@ class FleetWatch:
         except KakeyaError as failure:
             event(_log, "a peer is not watched", level=logging.DEBUG, error=failure.message)
         finally:
-            known = self._told.get(peer.node_id, {})
-            self._take(peer.node_id, dict.fromkeys(known.keys() - {CARD}))
+            if self._calls.get(peer.node_id) is asyncio.current_task():
+                known = self._told.get(peer.node_id, {})
+                self._take(peer.node_id, dict.fromkeys(known.keys() - {CARD}))
         await self._clock.sleep(pause_s)

@@ -93,6 +93,29 @@ async def test_a_page_that_comes_while_the_last_one_leaves_gets_all() -> None:
         await leaving
 
 
+async def test_a_page_that_leaves_is_cancelled_again_and_again_and_the_next_one_gets_all() -> None:
+    """As an HTTP server does that ends a stream whose client is gone."""
+    for steps in range(12):
+        world = World()
+
+        async def show(world: World = world) -> None:
+            async with aclosing(world.watch.follow()) as news:
+                await seen_until(news, {}, lambda now: "gone" in now)
+
+        page = asyncio.create_task(show())
+        while not world.calls:
+            await asyncio.sleep(0)
+        for _ in range(steps):
+            page.cancel()
+            await asyncio.sleep(0)
+        page.cancel()
+        state: FleetNews = {}
+        async with aclosing(world.watch.follow()) as news:
+            await seen_until(news, state, lambda now: "own" in now)
+        assert state["own"].keys() == {"card", "node", "fleet"}
+        await asyncio.gather(page, return_exceptions=True)
+
+
 async def test_a_peer_tells_no_card_and_not_without_end() -> None:
     world, state = World(), {}
     async with aclosing(world.watch.follow()) as news:
