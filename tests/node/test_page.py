@@ -30,7 +30,7 @@ from tests.node.nodes import QUICK, VERIFIER, NodeProcess, model_state, run_cli
 from tests.waiting import eventually
 
 pytest.importorskip("playwright", reason="needs the extra `browser`")
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
@@ -49,6 +49,8 @@ rows = 1
 candidates = ["kakeya-tiny"]
 """
 DO = ("Load", "Unload")
+EVENTS = "/api/v1/events"
+LOST = 'data: {"error": {"message": "the node was lost"}}\n\n'
 MOST_REQUESTS, FIRST_PAINT_MS, SIMULATED = 10, 1000, 50
 AXE = Path(os.environ.get("KAKEYA_AXE", "node_modules/axe-core/axe.min.js"))
 """What `npm install axe-core` brings."""
@@ -159,6 +161,57 @@ async def test_a_chat_streams_and_shows_a_receipt(browser: Browser, shelf: Shelf
         await expect(page.locator(".receipt").nth(2)).to_contain_text(f"titles: {VERIFIER}")
         await receipt.get_by_role("link", name="why").click()
         await expect(page.locator("main")).to_contain_text("Prompt computed in")
+
+
+async def test_a_question_that_failed_is_not_asked_again_with_the_next(
+    browser: Browser, shelf: Shelf
+) -> None:
+    asked: list[list[str]] = []
+
+    async def fail(route: Route) -> None:
+        asked.append([one["content"] for one in route.request.post_data_json["messages"]])
+        await route.fulfill(content_type="text/event-stream", body=LOST)
+
+    async with opened(browser, shelf) as page:
+        await page.route("**/v1/chat/completions", fail)
+        for turn in (1, 2):
+            await page.get_by_label("Message").fill(f"question {turn}")
+            await page.keyboard.press("Enter")
+            await expect(page.locator(".talk .error")).to_have_count(turn)
+    assert asked == [["question 1"], ["question 2"]]
+
+
+async def test_a_key_given_anew_opens_no_second_stream(browser: Browser, shelf: Shelf) -> None:
+    """A key that was removed is noticed by a call while the stream of facts goes on."""
+    is_removed = True
+
+    async def refuse(route: Route) -> None:
+        if is_removed:
+            await route.fulfill(status=401, json={"error": {"message": "the key was removed"}})
+        else:
+            await route.continue_()
+
+    context = await browser.new_context()
+    page = await context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    begun: list[str] = []
+    ended: list[str] = []
+    page.on("request", lambda one: one.url.endswith(EVENTS) and begun.append(one.url))
+    page.on("requestfailed", lambda one: one.url.endswith(EVENTS) and ended.append(one.url))
+    await page.route("**/api/v1/models", refuse)
+    await page.goto(shelf.base)
+    await page.locator(".tile").first.wait_for()
+    await page.goto(f"{shelf.base}/#/models")
+    await page.get_by_label("Admin key").fill("another")
+    is_removed = False
+    await page.get_by_role("button", name="Open").click()
+    await page.locator(".panel", has_text="Served").wait_for()
+    while len(begun) < 2 or not ended:
+        await page.wait_for_timeout(50)
+    assert (len(begun), len(ended)) == (2, 1)
+    await page.goto(f"{shelf.base}/#/node/%")
+    await expect(page.locator("main h1")).to_have_text("No such node is here now.")
+    await context.close()
 
 
 async def test_is_my_conversation_warm_and_where(browser: Browser, shelf: Shelf) -> None:

@@ -23,7 +23,9 @@ export function startChat(root, { call, eventsOf, fleet }) {
   };
 
   async function answer(turn) {
-    const messages = chat.turns.slice(0, -1).filter((one) => one.text).map(({ role, text }) => ({ role, content: text }));
+    // A question without an answer is left out: a model would see two questions in a row.
+    const isKept = (one, i, all) => one.text && (one.role !== "user" || !all[i + 1] || all[i + 1].text);
+    const messages = chat.turns.slice(0, -1).filter(isKept).map(({ role, text }) => ({ role, content: text }));
     const body = { model: chat.model, messages, stream: true, stream_options: { include_usage: true }, conversation_id: chat.id };
     const began = performance.now();
     const stream = await call("/v1/chat/completions", { method: "POST", body, signal: chat.busy.signal });

@@ -11,7 +11,7 @@ const VIEWS = [["", "Fleet"], ["chat", "Chat"], ["requests", "Requests"], ["memo
 const KEY = "kakeya.key", THEME = "kakeya.theme";
 const find = (id) => document.getElementById(id);
 
-const page = { sections: {}, fleet: fleetOf({}), link: "opening", problem: "", needsKey: false, config: null, explained: new Map(), due: false, said: "" };
+const page = { sections: {}, fleet: fleetOf({}), link: "opening", problem: "", needsKey: false, config: null, explained: new Map(), due: false, said: "", stop: new AbortController() };
 
 // Calls of the node's API.
 
@@ -31,25 +31,31 @@ export async function call(path, options = {}) {
 export async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    text += value;
-    const lines = text.split("\n");
-    text = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("data: ")) yield { data: line.slice(6) };
-      else if (line.startsWith(": ")) yield { comment: line.slice(2) };
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      text += value;
+      const lines = text.split("\n");
+      text = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data: ")) yield { data: line.slice(6) };
+        else if (line.startsWith(": ")) yield { comment: line.slice(2) };
+      }
     }
+  } finally {
+    reader.cancel().catch(() => null); // the connection of a stream that is left early
   }
 }
 
 // The facts.
 
 async function watch() {
+  page.stop.abort(); // the watch before, if it goes on
+  const { signal } = (page.stop = new AbortController());
   for (let tries = 0; ; tries += 1) {
     try {
-      const stream = await call("/api/v1/events");
+      const stream = await call("/api/v1/events", { signal });
       page.sections = {};
       for await (const { data } of eventsOf(stream)) {
         if (!data) continue;
@@ -58,6 +64,7 @@ async function watch() {
         take(JSON.parse(data).nodes);
       }
     } catch (problem) {
+      if (signal.aborted) return;
       page.problem = problem.message;
       if (page.needsKey) return;
     }
@@ -124,7 +131,8 @@ async function readWarmth(record, tries) {
   show();
 }
 
-const where = () => location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+const decoded = (word) => { try { return decodeURIComponent(word); } catch { return word; } };
+const where = () => location.hash.replace(/^#\/?/, "").split("/").map(decoded);
 
 function drawn() {
   const [view, id] = where();
