@@ -2,8 +2,9 @@
 
 Two network namespaces are two machines with a core each, and `tc` shapes the link between them to 1
 and to 10 Gbit/s; at 0 it has no shape. One process on one core is the node that could hold the
-model alone: its speed, and the round trip of the link, are all that the prediction is told. The
-models are kakeya-tiny and random ones of 113 M parameters. All of a model are measured in turns,
+model alone: its speed, and the round trip of the link, are all that the prediction is told. It is
+timed while another one answers on the other core: cores share the memory of this machine, and two
+machines do not. The models are kakeya-tiny and random ones of 113 M parameters. All of a model are measured in turns,
 and one model after the other. Needs root and Linux; 5 minutes on a quiet machine.
 
     .venv/bin/python -m benchmarks.ring_plan
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,18 +173,22 @@ class Rig:
     weights: RingWeights
     vocab_size: int
     one: Timed
+    beside: Timed
+    """The same on the other core."""
     groups: dict[int, tuple[Timed, Sequence[Machine]]]
     """By Gbit/s."""
 
     def turn(self, rng: random.Random) -> None:
         """Time each once."""
-        self.one.run(rng, self.vocab_size, int)
+        with ThreadPoolExecutor() as both:
+            for timed in (self.one, self.beside):
+                both.submit(timed.run, random.Random(rng.random()), self.vocab_size, int)
         for timed, machines in self.groups.values():
             timed.run(rng, self.vocab_size, sent_by(machines[0]))
 
     def forget(self) -> None:
         """Leave out what was timed so far, which warmed up."""
-        for timed in (self.one, *(timed for timed, _ in self.groups.values())):
+        for timed in (self.one, self.beside, *(timed for timed, _ in self.groups.values())):
             timed.token_s, timed.prompt_s, timed.sent_bytes = [], [], []
 
 
@@ -195,8 +201,10 @@ def started(name: str, gbits: Sequence[int], folder: Path) -> Iterator[Rig]:
         model = write_model(folder / name, "llama", changes=changes, scale=0.1)
     config = json.loads((model / "config.json").read_text())
     with ExitStack() as stack:
-        os.sched_setaffinity(0, {0})
-        one = Timed(stack.enter_context(alone(model, ENGINE)))
+        both = []
+        for core in (0, 1):
+            os.sched_setaffinity(0, {core})
+            both.append(Timed(stack.enter_context(alone(model, ENGINE))))
         os.sched_setaffinity(0, {0, 1})
         groups = {}
         for gbit in gbits:
@@ -205,7 +213,7 @@ def started(name: str, gbits: Sequence[int], folder: Path) -> Iterator[Rig]:
             ranks = stack.enter_context(apart(machines, model, *split, engine=ENGINE))
             groups[gbit] = (Timed(ranks[0].serves()), machines)
             print(f"{name}: a group over {gbit} Gbit/s serves", flush=True)
-        yield Rig(name, weights_in(model), config["vocab_size"], one, groups)
+        yield Rig(name, weights_in(model), config["vocab_size"], *both, groups)
 
 
 def tell(rig: Rig) -> None:

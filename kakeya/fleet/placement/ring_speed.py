@@ -4,7 +4,8 @@
                 node reads weights when it decodes
     prefill     each rank multiplies its share by each token, at its node's measured speed
     waiting     a collective of n ranks goes around a ring: 2 (n - 1) hops, each half a round trip
-                and 1/n of the bytes over the link and through a core, and COLLECTIVE_S
+                and 1/n of the bytes over the link and through a core, COLLECTIVE_S, and
+                between two steps of a forward DRIFT_S
 
 A tensor split has two collectives a layer, which compute at the same time: the slowest rank counts.
 In a pipeline the ranks compute one after the other, so it saves memory and no time. Seconds, bytes.
@@ -22,6 +23,9 @@ COLLECTIVE_S = 15e-6
 HANDLED_BYTES_PER_S = 600e6
 """The bytes that a core copies through sockets and adds, beside the link's time. Both were measured
 on a small Linux machine; on a Mac neither was yet."""
+DRIFT_S = 0.3e-3
+"""Of each collective of a forward: ranks come to it at different times, and a part of their work
+is no weight and not divided. The middle of `benchmarks.ring_plan` there, for 16 layers."""
 PIECE_TOKENS = 64
 """Tokens of a prompt that one forward of a group takes: its ranks have timed no larger ones."""
 UNMEASURED_RTT_S = 0.5e-3
@@ -120,10 +124,12 @@ def of_tensor(
     row = weights.hidden_size * weights.value_bytes
     waits = 2 * weights.layers + 1  # the selected token is agreed on too
     read = weights.read_bytes / count + weights.head_bytes
-    token_s = max(read / node.weights_per_s for node in ranks) + waits * sum_s(around, row)
+    token_s = max(read / node.weights_per_s for node in ranks) + waits * (
+        sum_s(around, row) + DRIFT_S
+    )
     work = PIECE_TOKENS * weights.products / count
     piece_s = max(work / node.products_per_s for node in ranks)
-    piece_s += 2 * weights.layers * sum_s(around, row * PIECE_TOKENS)
+    piece_s += 2 * weights.layers * (sum_s(around, row * PIECE_TOKENS) + DRIFT_S)
     return RingSpeed(
         tokens_per_second=1 / token_s,
         prefill_tokens_per_second=PIECE_TOKENS / piece_s,
@@ -150,13 +156,13 @@ def of_pipeline(
     token_s += weights.head_bytes / min(node.weights_per_s for node in ranks)
     # To the next rank each, then from all to all, then the sum of the selected token.
     token_s += sum(_hop_s(link, row) for link in hops) + len(hops) * COLLECTIVE_S
-    token_s += _gather_s(around, row) + sum_s(around, 4)
+    token_s += _gather_s(around, row) + sum_s(around, 4) + (count + 1) * DRIFT_S
     piece_s = sum(
         PIECE_TOKENS * part * weights.products / node.products_per_s
         for part, node in zip(share, ranks, strict=True)
     )
     piece_s += sum(_hop_s(link, row * PIECE_TOKENS) for link in hops) + len(hops) * COLLECTIVE_S
-    piece_s += _gather_s(around, row * PIECE_TOKENS)
+    piece_s += _gather_s(around, row * PIECE_TOKENS) + count * DRIFT_S
     return RingSpeed(
         tokens_per_second=1 / token_s,
         prefill_tokens_per_second=PIECE_TOKENS / piece_s,
