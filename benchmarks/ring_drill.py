@@ -193,7 +193,14 @@ def lose(fleet: Fleet, kind: str, whole: str) -> tuple[float, float, bool]:
     back = fleet.waits_for("up")
     assert fleet.led()["restarts"] >= before
     hearing.join(_UP_S)
-    return known - began, back - began, "".join(parts) == whole
+    heard = "".join(parts)
+    if heard != whole:
+        pairs = zip(heard, whole, strict=False)
+        place = next(
+            (at for at, (a, b) in enumerate(pairs) if a != b), min(map(len, (heard, whole)))
+        )
+        print(f"after {place} letters {heard[place:][:200]!r}, not {whole[place:][:60]!r}")
+    return known - began, back - began, heard == whole
 
 
 def losses(folder: Path, kinds: Sequence[str], times: int) -> None:

@@ -4,8 +4,8 @@ Two network namespaces are two machines with a core each, and `tc` shapes the li
 and to 10 Gbit/s; at 0 it has no shape. One process on one core is the node that could hold the
 model alone: its speed, and the round trip of the link, are all that the prediction is told. It is
 timed while another one answers on the other core: cores share the memory of this machine, and two
-machines do not. The models are kakeya-tiny and random ones of 113 M parameters. All of a model are measured in turns,
-and one model after the other. Needs root and Linux; 5 minutes on a quiet machine.
+machines do not. The models are kakeya-tiny and random ones of 113 M parameters. All of a model are
+measured in turns, and one model after the other. Needs root and Linux; 5 minutes where it is quiet.
 
     .venv/bin/python -m benchmarks.ring_plan
     .venv/bin/python -m benchmarks.ring_plan --collectives    # sums over two ranks alone

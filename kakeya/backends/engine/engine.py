@@ -33,6 +33,9 @@ class EngineOptions:
     """The limit from the spawn to the model's facts; the largest models load for minutes."""
     resume_timeout_s: float = 60.0
     """How long a generation waits for an engine, at its start and after each loss."""
+    gather_s: float = 20.0
+    """How long a group that lost a rank waits for a node that is away, before it is given up: a
+    node that is replaced or killed is back by then."""
     decode_timeout_s: float = 3600.0
     draft_timeout_s: float = 5.0
     call_timeout_s: float = 5.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -51,6 +52,8 @@ _SPARED_PROBES = 3
 CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
+GATHER_EVERY_S = 1.0
+"""Between two tries to have the other ranks of a group that was lost."""
 EXIT_NOTICE_S = 0.25
 """How long to wait for an exit: a killed child breaks its streams a moment before."""
 
@@ -203,12 +206,23 @@ class EngineLife:
         if self._spec.others is None:
             return await self._run_child(socket, None)
         async with AsyncExitStack() as stack:
-            try:
-                others = await stack.enter_async_context(self._spec.others())
-            except KakeyaError as refusal:
-                self._move(ModelState.FAILED, refusal.message)
-                return GiveUp(reason=refusal.message)
+            while True:
+                try:
+                    others = await stack.enter_async_context(self._spec.others())
+                    break
+                except KakeyaError as refusal:
+                    if not self._awaits(refusal):
+                        self._move(ModelState.FAILED, refusal.message)
+                        return GiveUp(reason=refusal.message)
+                    self._move(ModelState.RESTARTING, refusal.message)
+                await self._clock.sleep(GATHER_EVERY_S)
             return await self._run_child(socket, others)
+
+    def _awaits(self, refusal: KakeyaError) -> bool:
+        """Whether a rank that is away may be back in time for the generations that lost it."""
+        lost_mono = self._deaths[-1] if self._deaths else -math.inf
+        is_in_time = self._clock.mono() - lost_mono < self.options.gather_s
+        return isinstance(refusal, PeerUnavailable | DeadlineExceeded) and is_in_time
 
     async def _run_child(self, socket: Path, others: OtherRanks | None) -> Plan:
         env = self._spec.env if others is None else others.env()

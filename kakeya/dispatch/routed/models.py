@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -24,6 +25,8 @@ from kakeya.generation.image import ImageModel
 from kakeya.generation.model import AdaptedId, EmbeddingModel, ModelDirectory, ServedModel
 from kakeya.prefix.seam import PrefixClaim, TokenSource
 
+AWAY_S = 300.0
+"""A model that no node offers was offered so lately: its node starts again, or its group forms."""
 _RESTART_S = 15.0
 """Until a node that is drained is there again, if its owner starts it at once."""
 
@@ -46,6 +49,8 @@ class RoutedModels(ModelDirectory):
         self._history = history
         self._vectors = VectorWeights(history.clock)
         self._drawing: Counter[str] = Counter()
+        self._offered_mono: dict[str, float] = {}
+        """When a peer last offered a model for a request, by name."""
 
     def drain(self, reason: str) -> None:
         """Begin nothing with the own models from now on: peers are asked for all."""
@@ -61,6 +66,8 @@ class RoutedModels(ModelDirectory):
             refused = unknown
         name = own.model_id if own is not None else model_id or _first(self._peers.offering())
         offered = self._peers.offering(name) if name else ()
+        if offered:
+            self._offered_mono[name] = self._history.clock.mono()
         if own is not None and self._draining:
             if not offered:
                 raise self._leaving(name)
@@ -68,7 +75,10 @@ class RoutedModels(ModelDirectory):
         if own is not None and not offered:
             return own
         if own is None and not offered and not self._may_come(name):
-            if elsewhere := self._peers.out_of_reach(name):
+            elsewhere = self._peers.out_of_reach(name)
+            if away := self._away(name, elsewhere):
+                raise away
+            if elsewhere:
                 raise ModelNotFound(f"the model {name[:80]!r} is not served here; {elsewhere}")
             raise refused or NotFound("no model is served")
         return self._routed(name, client, own)
@@ -160,6 +170,18 @@ class RoutedModels(ModelDirectory):
 
     def _may_come(self, name: str) -> bool:
         return self._pulls is not None and not self._draining and self._pulls.has(name)
+
+    def _away(self, name: str, elsewhere: str) -> PeerUnavailable | None:
+        """The error of a model that peers offered lately: agents ask again, and have no use for a
+        404."""
+        offered_mono = self._offered_mono.get(name, -math.inf)
+        if (ago_s := self._history.clock.mono() - offered_mono) >= AWAY_S:
+            return None
+        said = f"; {elsewhere}" if elsewhere else ""
+        return PeerUnavailable(
+            f"no node offers the model {name[:80]} just now, and one did {ago_s:.0f} s ago{said}",
+            retry_after_s=_RESTART_S,
+        )
 
     def _routed_image(self, model_id: str, own: ImageModel | None) -> RoutedImageModel:
         return RoutedImageModel(model_id, own, self._peers, self._drawing)

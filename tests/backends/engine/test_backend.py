@@ -10,7 +10,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +135,59 @@ async def test_a_killed_engine_is_noticed_at_once_and_streams_continue_with_the_
         assert states == [ModelState.READY, ModelState.RESTARTING, ModelState.READY]
         assert model.restarts == 1
         assert model.last_error == ""
+
+
+class Group:
+    """Other ranks, which are away for some of the tries; the child is killed to lose one."""
+
+    def __init__(self, *tries):
+        self.tries = list(tries)
+        """Of each try to have them its failure, None = they are there."""
+
+    @asynccontextmanager
+    async def form(self):
+        if failure := self.tries.pop(0):
+            raise failure
+        yield self
+
+    def env(self):
+        return dict(os.environ)
+
+    async def lost(self):
+        await asyncio.Event().wait()
+
+
+AWAY = PeerUnavailable("mini-2 is away")
+
+
+async def killed_at_ten(group, options):
+    async with backend("--delay-s", 0.01, options=options, others=group.form) as model:
+        await model.ready(60.0)
+
+        def kill(count):
+            if count == 10:
+                os.kill(model.pid, signal.SIGKILL)
+
+        return (await collect(model, request(), kill))[0]
+
+
+async def test_generations_go_on_when_a_lost_rank_is_back_in_time(monkeypatch):
+    monkeypatch.setattr(life, "GATHER_EVERY_S", 0.01)
+    group = Group(None, AWAY, AWAY, None)
+    assert await killed_at_ten(group, FAST) == wanted(request())
+    assert not group.tries
+
+
+@pytest.mark.parametrize(
+    ("failure", "options"),
+    [
+        pytest.param(AWAY, replace(FAST, gather_s=0.0), id="away for too long"),
+        pytest.param(MemoryRefused("mini-2 lends none"), FAST, id="has no memory"),
+    ],
+)
+async def test_generations_are_told_where_a_lost_rank_does_not_come_back(failure, options):
+    with pytest.raises(PeerUnavailable, match=f"toy is failed: {failure.message}"):
+        await killed_at_ten(Group(None, failure), options)
 
 
 async def test_an_exit_is_seen_within_fifty_milliseconds():

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from kakeya.backends.request import ModelNotFound
-from kakeya.core.errors import Denied, InvalidArgument, NotFound
+from kakeya.core.errors import Denied, InvalidArgument, NotFound, PeerUnavailable
 from kakeya.dispatch.routed.embedder import RoutedEmbedder
 from kakeya.dispatch.routed.model import RoutedModel
-from kakeya.dispatch.routed.models import RoutedModels
+from kakeya.dispatch.routed.models import AWAY_S, RoutedModels
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import DecodeRequest
 from kakeya.prefix.names.keys import CacheKeys
@@ -61,6 +61,19 @@ def test_a_model_that_a_peer_has_out_of_reach_is_refused_with_its_name(world: Wo
     world.fleet.unreached["big"] = "third serves it, and does not answer this node"
     with pytest.raises(ModelNotFound, match="'big' is not served here; third serves it"):
         world.models.get("big")
+
+
+def test_a_model_that_a_peer_offered_lately_is_away_and_no_unknown_one(world: World) -> None:
+    world.models.get("toy")
+    for node in world.fleet.nodes.values():
+        node.away_until_mono = float("inf")
+    world.clock.advance(AWAY_S - 1)
+    with pytest.raises(PeerUnavailable, match="one did 299 s ago") as away:
+        world.models.get("toy")
+    assert away.value.retry_after_s
+    world.clock.advance(1)
+    with pytest.raises(NotFound, match="no model 'toy' is served here"):
+        world.models.get("toy")
 
 
 def test_unknown_names_raise_as_at_this_node_alone(world: World) -> None:
