@@ -15,6 +15,7 @@ import math
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from kakeya.backends.engine.child import Child, ChildClient
@@ -52,6 +53,9 @@ _SPARED_PROBES = 3
 CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
+MOST_GROUP_DEATHS = 30
+"""Of rank 0 within the window, in place of `max_deaths`: what is lost on other machines is no fault
+of the engine, and the pauses grow all the same."""
 GATHER_EVERY_S = 1.0
 """Between two tries to have the other ranks of a group that was lost."""
 EXIT_NOTICE_S = 0.25
@@ -280,7 +284,10 @@ class EngineLife:
         if ended.returncode == -signal.SIGKILL and not (self._spec.others and ended.cause):
             self._careful_until_mono = now + CARE_S
             self.limits = self.limits.merged(EngineMemoryLimits(max_running=1))
-        plan = self.options.restart.after_exit(now, ended, self._deaths)
+        policy = self.options.restart
+        if self._spec.others is not None:
+            policy = replace(policy, max_deaths=MOST_GROUP_DEATHS)
+        plan = policy.after_exit(now, ended, self._deaths)
         self._deaths = (*self.options.restart.recent(now, self._deaths), now)
         match plan:
             case RestartIn():

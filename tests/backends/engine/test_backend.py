@@ -178,6 +178,11 @@ async def test_generations_go_on_when_a_lost_rank_is_back_in_time(monkeypatch):
     assert not group.tries
 
 
+async def test_ranks_that_are_lost_again_and_again_open_no_breaker():
+    options = replace(FAST, restart=replace(FAST.restart, max_deaths=1))
+    assert await killed_at_ten(Group(None, None), options) == wanted(request())
+
+
 @pytest.mark.parametrize(
     ("failure", "options"),
     [
