@@ -54,8 +54,8 @@ CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
 MOST_GROUP_DEATHS = 30
-"""Of rank 0 within the window, in place of `max_deaths`: what is lost on other machines is no fault
-of the engine, and the pauses grow all the same."""
+"""Of rank 0 of a group that has served, in place of `max_deaths`: what is lost on other machines is
+no fault of the engine, and the pauses grow all the same."""
 GATHER_EVERY_S = 1.0
 """Between two tries to have the other ranks of a group that was lost."""
 EXIT_NOTICE_S = 0.25
@@ -285,7 +285,7 @@ class EngineLife:
             self._careful_until_mono = now + CARE_S
             self.limits = self.limits.merged(EngineMemoryLimits(max_running=1))
         policy = self.options.restart
-        if self._spec.others is not None:
+        if self._spec.others is not None and self.facts is not None:
             policy = replace(policy, max_deaths=MOST_GROUP_DEATHS)
         plan = policy.after_exit(now, ended, self._deaths)
         self._deaths = (*self.options.restart.recent(now, self._deaths), now)
