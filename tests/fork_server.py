@@ -48,11 +48,13 @@ IMPORTS = (
 FORKED = ("kakeya.cli.main", "kakeya.node.", "tests.")
 MEASURED = ("tests.backends.images.",)
 """Not forked: tests compare the memory of such a child with what it allocates."""
-HAS_CHILDREN = ("kakeya.node.daemon", "tests.cli.child_demo")
+HAS_CHILDREN = ("kakeya.node.daemon", "tests.cli.child_demo", "tests.mlx.ring.child_launch")
 IN_NAMESPACE = ["ip", "netns", "exec"]
 """What comes before the name of a network namespace and the command that runs in it."""
 SHAPES_IMPORTS = ("PYTHON", "LD_", "MALLOC_", "OPENBLAS", "OMP_", "MLX_", "HF_", "TRANSFORMERS")
 SHAPES_IMPORTS += ("HOME", "XDG_", "LANG", "LC_")
+READ_LATER = ("MLX_RANK", "MLX_HOSTFILE")
+"""What mlx reads when a group begins."""
 BEFORE_IMPORTS = "--blas-threads"
 """What an engine tells OpenBLAS before mlx is imported."""
 ROOM = "-" * 8000
@@ -63,7 +65,11 @@ ADOPTS = 36  # PR_SET_CHILD_SUBREAPER in linux/prctl.h
 
 def shaping(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables under which modules are imported."""
-    return {name: text for name, text in environ.items() if name.startswith(SHAPES_IMPORTS)}
+    return {
+        name: text
+        for name, text in environ.items()
+        if name.startswith(SHAPES_IMPORTS) and name not in READ_LATER
+    }
 
 
 class Client:

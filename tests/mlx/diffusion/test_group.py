@@ -13,17 +13,15 @@ from kakeya.core.errors import ConfigError
 from kakeya.mlx.library import mlx_pair
 from tests.mlx.diffusion.rig import write_drafter
 from tests.mlx.random_models import write_model
-from tests.mlx.ring.rig import LAUNCH, START_S, free_ports
+from tests.mlx.ring.rig import LAUNCH, START_S, free_ports, launch
 from tests.test_docs import programs
 
 
 def test_states_and_drafts_travel_by_send_and_recv_and_change_no_token(tmp_path: Path) -> None:
     verifier = write_model(tmp_path / "v", "llama")
     drafter = write_drafter(tmp_path / "d", verifier_hidden_size=64, vocab_size=96)
-    command = [
-        *(str(LAUNCH), "-n", "2", "--backend", "ring", "-p", str(free_ports(2)), "--"),
-        *(sys.executable, "-m", "tests.mlx.diffusion.child_pair", str(verifier), str(drafter)),
-    ]
+    program = (sys.executable, "-m", "tests.mlx.diffusion.child_pair")
+    command = [*launch(2), *program, str(verifier), str(drafter)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     said = ended.stdout + ended.stderr
     line = next((one for one in said.splitlines() if "found {" in one), "")

@@ -1,4 +1,4 @@
-"""Ring groups of real processes on loopback, started by mlx.launch, and engines beside them."""
+"""Ring groups of real processes on loopback, and engines beside them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from kakeya.core.units import pack_ids
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
-from tests import findings
+from tests import findings, fork_server
 from tests.engine.rig import frames_of
 from tests.netns import Machine
 from tests.waiting import wait_until
@@ -94,12 +94,20 @@ def free_ports(count: int) -> int:
             return port
 
 
+def launch(ranks: int) -> tuple[str, ...]:
+    """What comes before the command of the ranks of a group: mlx.launch in scripts/soak, and what
+    forks them, which spares most of their processor time, where children of tests are forked."""
+    port = str(free_ports(ranks))
+    if fork_server.installed:
+        return (sys.executable, "-m", "tests.mlx.ring.child_launch", str(ranks), port, "--")
+    return (str(LAUNCH), "-n", str(ranks), "--backend", "ring", "-p", port, "--")
+
+
 @contextlib.contextmanager
 def group(ranks: int, model: Path, *flags: str, engine: Sequence[str] = ENGINE) -> Iterator[Served]:
     """A group that loads; ended by the end of its launcher."""
-    port = str(free_ports(ranks))
-    launch = (str(LAUNCH), "-n", str(ranks), "--backend", "ring", "-p", port, "--")
-    with _started((*launch, sys.executable, "-m", *engine), model, flags) as served:
+    command = (*launch(ranks), sys.executable, "-m", *engine)
+    with _started(command, model, flags) as served:
         yield served
 
 
