@@ -198,8 +198,8 @@ class Agent:
         if self._config.weights.serve:
             await self._pulled.open()
         most_s = self._config.chosen.wait_s
-        on_demand = OnDemandPulls(home, self._weights, self._config.weights, most_s=most_s)
-        stack.push_async_callback(on_demand.aclose)
+        self._on_demand = OnDemandPulls(home, self._weights, self._config.weights, most_s=most_s)
+        stack.push_async_callback(self._on_demand.aclose)
         self._pages = await stack.enter_async_context(
             NodePages(
                 self._config.adapters,
@@ -261,7 +261,7 @@ class Agent:
             self._pages,
             self._precache,
             self._weights,
-            on_demand,
+            self._on_demand,
             self._rings,
             data_dir=self._folder,
             wait_s=self._config.chosen.wait_s,
@@ -411,7 +411,7 @@ class Agent:
             hosts=https.hosts,
             origins=frozenset(self._config.listen.http_origins),
             keys=https.keys,
-            figures=overview.figures,
+            figures=lambda: (*overview.figures(), *https.figures()),
             proposers=self._engines.proposers,
             unready=lambda: self._health.reason() or self._pages.unready(),
             precache=self._precache,
@@ -521,6 +521,7 @@ class Agent:
             self._http.stop(GRACE_S),
             self._plane.gossip.farewell(_FAREWELL_S),
             self._keeper.flush(),
+            self._on_demand.aclose(),
             return_exceptions=True,
         )
         await self._services.mover.settled()

@@ -24,6 +24,7 @@ from kakeya.core.figures import Figure
 from kakeya.core.ids import NodeId
 from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Card, Offer
+from kakeya.fleet.cards.names import names_of
 from kakeya.fleet.config import FleetConfig
 from kakeya.fleet.gossip.gossip import Gossip, GossipConfig
 from kakeya.fleet.gossip.outcome import Round
@@ -260,7 +261,7 @@ class NodeFleet:
         known, suspects = len(cards), len(view.suspects)
         yield from figures.fleet_figures(known, suspects, view.gossip, self.service.stats)
         yield from figures.gossip_figures(view.gossip)
-        names = {card.node_id: card.label or card.node_id for card in cards}
+        names = names_of(cards)
         trips = {names[of]: ms / 1000 for of, ms in view.round_trips.items() if ms is not None}
         skews = {names[of]: s for of, s in view.skews.items() if of in names}
         yield from figures.peer_figures(self.gossip.news.counts, trips, skews)

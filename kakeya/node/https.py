@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from kakeya.core.clock import Clock
 from kakeya.core.errors import ConfigError
+from kakeya.core.figures import Figure
 from kakeya.core.host import host_names
 from kakeya.core.log import event
 from kakeya.core.settings import is_loopback, split_address
@@ -77,6 +79,10 @@ class NodeHttps:
         elif self.tls is not None:
             supervisor.start("https certificate", self._follow)
 
+    def figures(self) -> Iterator[Figure]:
+        """The connections that ended before HTTP."""
+        yield from self.tls.figures() if self.tls is not None else ()
+
     async def _follow(self) -> None:
         while True:
             await self._clock.sleep(_LOOK_S)
@@ -87,9 +93,5 @@ class NodeHttps:
         try:
             self.tls.refresh()
         except ConfigError as problem:
-            event(
-                _log,
-                "the certificate of before is still shown",
-                level=logging.WARNING,
-                problem=problem.message,
-            )
+            words = "the certificate of before is still shown"
+            event(_log, words, level=logging.WARNING, problem=problem.message)

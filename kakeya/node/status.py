@@ -17,6 +17,7 @@ from kakeya.core.figures import Json, as_json
 from kakeya.core.ids import NodeId
 from kakeya.fleet.cards.cards import PROTOCOL_MAX, PROTOCOL_MIN, Card
 from kakeya.fleet.cards.cards import CardRole as CardRole
+from kakeya.fleet.cards.names import names_of
 from kakeya.fleet.gossip.gossip import GossipStats
 from kakeya.fleet.identity.identity import Identity
 from kakeya.fleet.paths.endpoints import Route
@@ -159,17 +160,14 @@ def own_warnings(view: NodeView) -> list[str]:
 def _warnings(view: NodeView) -> list[str]:
     """List warnings for the owner, a sentence each."""
     fleet = view.fleet
-    names = {card.node_id: card.label or card.node_id for card in view.cards}
+    names = names_of(view.cards)
     found = own_warnings(view)
     rightful = {(card.node_id, address) for card in view.cards for address in card.addresses}
     for conflict in fleet.conflicts:
         if (conflict.node_id, conflict.address) in rightful:
             continue
-        whose = (
-            "this node's id"
-            if conflict.is_own
-            else f"the id of {names.get(conflict.node_id, conflict.node_id)}"
-        )
+        named = names.get(conflict.node_id, conflict.node_id)
+        whose = "this node's id" if conflict.is_own else f"the id of {named}"
         mend = "let it join anew with" if fleet.identity else "give it another --node-id and"
         found.append(
             f"another process uses {whose} at {conflict.address}; stop one of them and {mend} a "

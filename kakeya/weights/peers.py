@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound, PeerProtocol, PeerUnavailable, UnknownMethod
 from kakeya.fleet.cards.cards import Card
+from kakeya.fleet.cards.names import names_of
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import weights_pb2 as pb
 from kakeya.v1.weights_pb2_grpc import WeightsServiceStub
@@ -116,11 +117,12 @@ class WeightsPeers:
 
     def all(self) -> tuple[WeightsPeer, ...]:
         """The live nodes that may be called, by label."""
-        found = []
-        for card in self._plane.registry.live_peers(mono=self._clock.mono()):
+        found, cards = [], self._plane.registry.live_peers(mono=self._clock.mono())
+        names = names_of(cards)
+        for card in cards:
             address = self._plane.routes.address_for(card)
             if card.is_extended and address and not self._plane.why_not_dial(address):
-                found.append(WeightsPeer(card.node_id, card.label or card.node_id, address))
+                found.append(WeightsPeer(card.node_id, names[card.node_id], address))
         return tuple(sorted(found, key=lambda peer: (peer.label, peer.node_id)))
 
     def named(self, name: str) -> WeightsPeer:

@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from kakeya.backends.added.home import ModelHome
 from kakeya.backends.resident import ResidentModel
-from kakeya.core.errors import LoadFailed, ModelLoading, Refused
+from kakeya.core.errors import LoadFailed, ModelLoading, PeerUnavailable, Refused
 from kakeya.core.log import event
 from kakeya.core.units import MIB, format_bytes
 from kakeya.fleet.paths.link_rates import fetch_seconds
@@ -38,9 +38,11 @@ class OnDemandPulls:
         self.is_on = config.pull_on_demand and config.serve
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, PullState] = {}
+        self._is_closed = False
 
     async def aclose(self) -> None:
-        """End the pulls; what came is kept for the next ones."""
+        """End the pulls, and what waits for them; what came is kept for the next ones."""
+        self._is_closed = True
         tasks = tuple(self._pulls.values())
         for task in tasks:
             task.cancel()
@@ -69,10 +71,13 @@ class OnDemandPulls:
         return ""
 
     async def bring(self, model_id: str, timeout_s: float) -> ResidentModel:
-        """Pull a model. Raises ModelLoading where that takes longer, the errors of the pull, and
-        LoadFailed where the disk has no room, or this node does not serve it once it is here."""
+        """Pull a model. Raises ModelLoading where that takes longer, the errors of the pull,
+        LoadFailed where the disk has no room, or this node does not serve it once it is here, and
+        PeerUnavailable where this node stops."""
         task = self._pulls.get(model_id)
         if task is None:
+            if self._is_closed:
+                raise self._stopping(model_id)
             event(_log, "a request has a model pulled", model=model_id)
             task = asyncio.create_task(self._pull(model_id), name=f"pull {model_id} on demand")
             self._pulls[model_id] = task
@@ -84,6 +89,8 @@ class OnDemandPulls:
                 f"{model_id} is not here yet" + (f" ({wait.describe()})" if wait else ""),
                 retry_after_s=max(1.0, (wait and wait.seconds) or 1.0),
             )
+        if task.cancelled():
+            raise self._stopping(model_id)
         try:
             task.result()
         except Refused as no:
@@ -107,6 +114,11 @@ class OnDemandPulls:
             model_id=model_id,
             seconds=left / state.bytes_per_s if state.bytes_per_s else None,
             progress=said,
+        )
+
+    def _stopping(self, model_id: str) -> PeerUnavailable:
+        return PeerUnavailable(
+            f"{model_id} is not here yet, and this node is stopping; what came of it is kept"
         )
 
     async def _pull(self, model_id: str) -> None:

@@ -44,10 +44,9 @@ from kakeya.core.errors import (
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, TaskHealth
 from kakeya.generation.facts import ModelFacts, ModelState
-from kakeya.generation.progress import LoadPhase, LoadProgress
+from kakeya.generation.progress import LoadProgress
 
 _log = logging.getLogger(__name__)
-LOG_EVERY_S = 10.0
 _SPARED_PROBES = 3
 """The log says so often how far a load is, beside the beginning of each phase."""
 CARE_S = 300.0
@@ -394,9 +393,9 @@ class EngineLife:
         started = self._clock.mono()
         while (left_s := self.options.start_timeout_s - (self._clock.mono() - started)) > 0:
             try:
-                return await client.describe(min(LOG_EVERY_S, left_s))
+                return await client.describe(left_s)
             except DeadlineExceeded:
-                self._log_progress()
+                break
             except PeerUnavailable:
                 await self._clock.sleep(0.05)
         raise DeadlineExceeded(f"it took longer than {self.options.start_timeout_s:g} s")
@@ -408,18 +407,14 @@ class EngineLife:
         has_begun = self.progress is None or self.progress.phase is not progress.phase
         self.progress = progress
         if has_begun:
-            self._log_progress()
-
-    def _log_progress(self) -> None:
-        now = self._clock.mono()
-        event(
-            _log,
-            "model is loading",
-            model=self.model_id,
-            phase=(self.progress.phase if self.progress else LoadPhase.START).value,
-            share=f"{self.progress.share or 0:.0%}" if self.progress else "0%",
-            seconds=now - self.began_mono,
-        )
+            event(
+                _log,
+                "model is loading",
+                model=self.model_id,
+                phase=progress.phase.value,
+                bytes=progress.total_bytes,
+                seconds=self._clock.mono() - self.began_mono,
+            )
 
     def _move(self, state: ModelState, reason: str) -> None:
         if self.state is ModelState.STOPPED:

@@ -26,6 +26,7 @@ from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.relay_calls import RelayCalls
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, OfferedModel
+from kakeya.fleet.cards.names import names_of
 from kakeya.fleet.paths.link_rates import LOOPBACK
 from kakeya.generation.model import AdaptedId
 from kakeya.generation.request import GenerationPriority
@@ -154,7 +155,9 @@ class ServingPeers:
     def _told(self) -> Iterator[tuple[Card, dict[str, Any]]]:
         """The card of each peer that can be called, and what a `LivePeer` says of it."""
         mono, suspects = self._clock.mono(), self._plane.registry.suspects()
-        for card in self._plane.registry.live_peers(mono=mono):
+        cards = self._plane.registry.live_peers(mono=mono)
+        names = names_of(cards)
+        for card in cards:
             if not card.is_extended or self._unable.get(card.node_id, 0.0) > mono:
                 continue
             address = self._plane.routes.address_for(card)
@@ -167,7 +170,7 @@ class ServingPeers:
                 card,
                 {
                     "node_id": card.node_id,
-                    "label": card.label or card.node_id,
+                    "label": names[card.node_id],
                     "life": card.life,
                     "address": address,
                     "is_suspect": is_slow or card.node_id in suspects,

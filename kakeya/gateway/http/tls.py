@@ -10,11 +10,12 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
+from kakeya.core.figures import Figure, counter
 from kakeya.core.hosts import is_loopback_host
 from kakeya.core.log import CountLog, event
 
@@ -44,6 +45,11 @@ class ServerTls:
         self._shown: tuple[bytes, bytes] = (b"", b"")
         self._beginning: set[asyncio.Task[None]] = set()
         self.refresh()
+
+    def figures(self) -> Iterator[Figure]:
+        """The handshakes that failed."""
+        words = "Connections that ended in the handshake of HTTPS"
+        yield counter("kakeya_https_handshakes_failed", words, self._refused.total)
 
     def refresh(self) -> None:
         """Show what the files hold, from the next handshake on. Raises ConfigError."""

@@ -18,6 +18,7 @@ from kakeya.weights.config import WeightsConfig
 from kakeya.weights.partial import DiskRefused
 from kakeya.weights.progress import PullState
 from kakeya.weights.weights import NodeWeights
+from tests.waiting import until
 
 WAIT_S = 120.0
 
@@ -135,3 +136,14 @@ async def test_a_pull_that_fails_says_why_and_may_be_tried_again() -> None:
         disk.unserved = lambda name: "it needs 9 GiB"
         with pytest.raises(LoadFailed, match="is not served here: it needs 9 GiB"):
             await pulls.bring("m", WAIT_S)
+
+
+async def test_a_stop_ends_what_waits_for_a_pull_and_says_so() -> None:
+    disk = Disk()
+    async with pulls_of(disk) as pulls:
+        waiting = asyncio.create_task(pulls.bring("m", WAIT_S))
+        await until(lambda: disk.begun)
+    for late in (waiting, pulls.bring("m", WAIT_S)):
+        with pytest.raises(PeerUnavailable, match="m is not here yet, and this node is stopping"):
+            await late
+    assert len(disk.begun) == 1

@@ -79,7 +79,8 @@ async def open_pem(pem: Path, *, is_plain_open: bool = False) -> ServerTls:
 
 async def test_one_port_speaks_both_to_a_program_of_this_machine(tmp_path, pem):
     folder = await to_thread(make_folder, tmp_path)
-    async with listening(folder, await open_pem(pem)) as port:
+    tls = await open_pem(pem)
+    async with listening(folder, tls) as port:
         context = await to_thread(trusting)
         async with httpx.AsyncClient(verify=context, trust_env=False) as http:
             for scheme in ("http", "https", "http"):
@@ -91,6 +92,14 @@ async def test_one_port_speaks_both_to_a_program_of_this_machine(tmp_path, pem):
         async with httpx.AsyncClient(trust_env=False) as stranger:
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE"):
                 await stranger.get(f"https://127.0.0.1:{port}/healthz")
+        # Counted, and told in the log once a minute.
+        await eventually("the failed handshake is counted", lambda: failed_handshakes(tls))
+
+
+def failed_handshakes(tls: ServerTls) -> object:
+    (figure,) = tls.figures()
+    assert figure.name == "kakeya_https_handshakes_failed"
+    return figure.values[()]
 
 
 def own_network_address() -> str:

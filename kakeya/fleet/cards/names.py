@@ -1,0 +1,27 @@
+"""Names of nodes for people and for figures: labels, as long as they tell the nodes apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kakeya.fleet.cards.cards import Card
+
+ID_START = 8
+"""Characters of an id made from a key that tell nodes apart in a name."""
+
+
+def names_of(cards: Iterable[Card]) -> dict[str, str]:
+    """The names of nodes by id, each of one node: their labels, and those of one label with the
+    start of their ids."""
+    labels = {card.node_id: card.label or card.node_id for card in cards}
+    alike = Counter(labels.values())
+    names = {
+        node_id: label if alike[label] == 1 else f"{label} ({node_id[:ID_START]})"
+        for node_id, label in labels.items()
+    }
+    alike = Counter(names.values())
+    return {
+        node_id: name if alike[name] == 1 and (name not in names or name == node_id) else node_id
+        for node_id, name in names.items()
+    }
