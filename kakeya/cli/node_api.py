@@ -102,6 +102,8 @@ class NodeApi:
                 for node_id, sections in dict(changed.get("nodes") or {}).items():  # type: ignore[call-overload]
                     facts.setdefault(node_id, {}).update(sections)
                 yield facts
+            if for_s is None:
+                raise PeerUnavailable(f"the node at {self.address} ended")
         except (OSError, http.client.HTTPException) as problem:
             if for_s is None:  # else the time is over
                 raise self._gone(problem) from problem

@@ -72,6 +72,6 @@ def versions_of(node: NodeApi) -> dict[str, str]:
             if wanted <= found.keys():
                 break
     return {
-        labels.of(name): found.get(name, _UNKNOWN)
+        labels.apart(name): found.get(name, _UNKNOWN)
         for name in sorted(wanted, key=lambda name: (name != own["node_id"], labels.of(name)))
     }

@@ -65,6 +65,25 @@ def test_generate_sends_its_priority_and_says_what_it_waits_for_on_stderr() -> N
     assert done.stderr.splitlines()[0] == "waiting: loading toy, 41 %?[2J"
 
 
+def test_a_followed_stream_of_a_node_that_ends_is_no_silent_end() -> None:
+    told = b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: {"nodes": {"a": {"card": {}}}}\n\n'
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(told)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        facts = NodeApi(address=f"127.0.0.1:{server.getsockname()[1]}").facts(None)
+        assert next(facts) == {"a": {"card": {}}}
+        with pytest.raises(PeerUnavailable, match="ended"):
+            next(facts)
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

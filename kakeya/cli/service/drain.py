@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,3 +35,23 @@ def drain(
         return last
 
     return ask_node(folder, ControlServiceStub, follow, timeout_s=_ANSWER_S)
+
+
+@contextlib.contextmanager
+def ctrl_c_told(text: str) -> Iterator[list[int]]:
+    """Have Ctrl-C say a text and be kept in the list, in place of ending this process: a drain has
+    no way back, and whatever begins one has to start the node again."""
+    pressed: list[int] = []
+
+    def keep(number: int, _: object) -> None:
+        pressed.append(number)
+        print(text, file=sys.stderr)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed  # no other thread gets signals
+        return
+    before = signal.signal(signal.SIGINT, keep)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

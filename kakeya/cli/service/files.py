@@ -178,7 +178,7 @@ def _systemd(
         "Wants=network-online.target\nStartLimitIntervalSec=0\n\n"
         f"[Service]\nType=exec\n{f'User={user.name}' if is_system else ''}\n"
         f"WorkingDirectory={_escaped(str(user.home))}\n{variables}"
-        f"ExecStart={' '.join(map(_quoted, command))}\n"
+        f"ExecStart={' '.join(_quoted(word).replace('$', '$$') for word in command)}\n"
         f"Restart=always\nRestartSec={_AGAIN_S if grows else _THROTTLE_S // 3}\n{grows}"
         f"KillMode=mixed\nTimeoutStopSec={_STOP_S}\nLimitNOFILE=8192:524288\n\n"
         f"[Install]\nWantedBy={target}\n"
@@ -208,6 +208,6 @@ def _escaped(text: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word of a unit file: systemd takes quotes, backslashes, % and $ as its own."""
-    escaped = _escaped(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    """A word of a unit file: systemd takes quotes, backslashes and %, and $ in commands alone."""
+    escaped = _escaped(word).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

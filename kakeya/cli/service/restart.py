@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
-from kakeya.cli.service.drain import MOST_PATIENCE_S, PATIENCE_S, drain
+from kakeya.cli.service.drain import MOST_PATIENCE_S, PATIENCE_S, ctrl_c_told, drain
 from kakeya.cli.service.start import check_start, start_again, until_left, until_ready
 from kakeya.core.errors import InvalidArgument, KakeyaError, PeerUnavailable
 from kakeya.node.datadir import RunInfo, find_running
@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> int | None:
     old = find_running(folder)
     if old is None:
         raise PeerUnavailable(f"no node runs in {folder}; start one with kakeya-node")
-    new = restart(folder, old, options.patience)
+    with ctrl_c_told("the node leaves already, and starts again; wait"):
+        new = restart(folder, old, options.patience)
     if options.json:
         print(json.dumps({"pid": new.pid, "http": new.http, "log_file": new.log_file}))
     else:

@@ -27,7 +27,7 @@ from kakeya.cli.service.command import (
     program_as_owner,
     service_of,
 )
-from kakeya.cli.service.drain import PATIENCE_S, drain
+from kakeya.cli.service.drain import PATIENCE_S, ctrl_c_told, drain
 from kakeya.cli.service.start import check_start, start_again, until_ready
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.node.datadir import RunInfo, find_running, is_held
@@ -189,16 +189,21 @@ def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str
         return f"{source.told}: that is the newest version"
     node.check()
     _tell(source.told)
-    node.stop()
+    with ctrl_c_told("not updated: the node drains already, and starts again as it was") as pressed:
+        node.stop()
+        if pressed:
+            node.start()
+            raise ConfigError(f"not updated: Ctrl-C; {source.version[:12]} runs again")
     try:
         _all(ask, source.bring(to))
         node.start()
     except (KakeyaError, OSError, KeyboardInterrupt) as problem:
         reason = problem.message if isinstance(problem, KakeyaError) else str(problem) or "Ctrl-C"
         _tell(f"the new version does not serve: {reason}; going back")
-        node.end()
-        _all(ask, source.bring(source.version))
-        node.start()
+        with ctrl_c_told("the version before comes back; wait"):
+            node.end()
+            _all(ask, source.bring(source.version))
+            node.start()
         raise ConfigError(f"not updated: {reason}; {source.version[:12]} runs again") from problem
     return f"updated from {source.version[:12]} to {newest[:12] or 'the newest package'}"
 

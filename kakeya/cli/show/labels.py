@@ -25,6 +25,12 @@ class NodeLabels:
         label = self.by_id.get(node_id, "")
         return label or (node_id[:SHORT] if _KEY_ID.fullmatch(node_id) else node_id)
 
+    def apart(self, node_id: str) -> str:
+        """`of`, and of nodes with one label the id behind it."""
+        shown = self.of(node_id)
+        same = sum(label == shown for label in self.by_id.values())
+        return f"{shown} ({NodeLabels().of(node_id)})" if same > 1 else shown
+
     def within(self, text: str) -> str:
         """A text with labels in the place of ids made from keys."""
         return _KEY_ID.sub(lambda found: self.of(found[0]), text)

@@ -7,6 +7,7 @@ import plistlib
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,15 @@ KINDS = pytest.mark.parametrize("kind", list(ServiceKind))
 ODD = ("--label", 'a "mini" $HOME %n \\', "--http", "0.0.0.0:8210")
 
 
-def plan(kind: ServiceKind, platform: str, systemd: int = 252) -> ServicePlan:
+def plan(
+    kind: ServiceKind, platform: str, systemd: int = 252, user: ServiceUser = ALICE
+) -> ServicePlan:
     return plan_service(
         kind,
-        ALICE,
+        user,
         python="/opt/kakeya venv/bin/python",
         flags=ODD,
-        folder=ALICE.home / "data",
+        folder=user.home / "data",
         platform=platform,
         systemd=systemd,
     )
@@ -71,6 +74,13 @@ def test_a_unit_says_what_systemd_needs(kind: ServiceKind, systemd: int) -> None
     assert "Restart=always" in lines
     assert ("RestartMaxDelaySec=60" in lines) is (systemd == 254)
     assert 'Environment="HOME=/Users/alice Ä"' in lines
+    odd = replace(ALICE, home=Path("/home/$alice"))
+    (home,) = (
+        line
+        for line in plan(kind, "linux", user=odd).content.decode().splitlines()
+        if line.startswith('Environment="HOME')
+    )
+    assert home == 'Environment="HOME=/home/$alice"', "$ is one of commands alone"
     (command,) = (line for line in lines if line.startswith("ExecStart="))
     assert r'"a \"mini\" $$HOME %%n \\"' in command
     assert made.links[0].name == made.file.name

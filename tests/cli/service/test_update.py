@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,6 +98,21 @@ def test_ctrl_c_brings_the_version_of_before_back(clone: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="not updated: Ctrl-C"):
         update(source, node, without_pip, "")
     assert node.done == ["stop", "start slow", "end", "start one"]
+
+
+def test_ctrl_c_while_the_node_drains_starts_it_again_as_it_was(clone, tmp_path, capsys) -> None:
+    class Draining(Node):
+        def stop(self) -> None:
+            super().stop()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    commit(tmp_path / "origin", "two")
+    node, source = Draining(clone), git_source(clone, program)
+    with pytest.raises(ConfigError, match=r"not updated: Ctrl-C; \w{12} runs again"):
+        update(source, node, without_pip, "")
+    assert node.done == ["stop", "start one"]
+    assert "the node drains already" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class Keeper:

@@ -13,3 +13,12 @@ def test_labels_stand_for_ids_and_unknown_ones_are_short() -> None:
     text = f"{LONG} gave way to {OTHER}; `kakeya doctor {LONG}`; {LONG}x"
     assert labels.within(text) == (f"mini-1 gave way to aaaaaaaa; `kakeya doctor mini-1`; {LONG}x")
     assert NodeLabels().within(LONG) == "zjahxbwv"
+
+
+def test_nodes_of_one_label_are_told_apart() -> None:
+    labels = NodeLabels({LONG: "mini", OTHER: "mini", "vm-1": "vm"})
+    assert [labels.apart(one) for one in (LONG, OTHER, "vm-1")] == [
+        "mini (zjahxbwv)",
+        "mini (aaaaaaaa)",
+        "vm",
+    ]
