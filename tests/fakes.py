@@ -25,13 +25,15 @@ async def set_by(task: asyncio.Future[Any], event: asyncio.Event) -> None:
 class FakeClock:
     """A clock that jumps to the next sleeper once nothing else can run.
 
-    `wall` and `mono` start at given values; `shift_wall` jumps the wall clock alone, as a person
+    `sleeps` counts the sleeps that were begun: each wakes the process once. `wall` and `mono` start
+    at given values; `shift_wall` jumps the wall clock alone, as a person
     who sets the time does.
     """
 
     def __init__(self, wall: float = 1_700_000_000.0, mono: float = 1_000.0) -> None:
         self._wall = wall
         self._mono = mono
+        self.sleeps = 0
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = count()
         self._jumper: asyncio.Task[None] | None = None
@@ -55,6 +57,7 @@ class FakeClock:
         if seconds <= 0:
             await asyncio.sleep(0)
             return
+        self.sleeps += 1
         due = self._mono + seconds
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (due, next(self._order), waiter))

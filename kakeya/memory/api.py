@@ -177,6 +177,10 @@ class MemoryArbiter:
         """Tell `listener` of events until the returned function is called."""
         return self._listeners.add(listener)
 
+    def when_waiting(self, call: Callable[[], None]) -> None:
+        """Have `call` called, in place of an earlier one, at each request that has to wait."""
+        self._keeper.on_wait = call
+
     def cached_embedding(self, key: str) -> VisionEmbedding | None:
         """The projected tokens of a recent image; see `embeddings.embedding_key`."""
         return self._embeddings.get(key)

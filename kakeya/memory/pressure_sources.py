@@ -48,12 +48,14 @@ def pressure_monitor(
     clock: Clock,
 ) -> PressureMonitor:
     """Read all sources and tell the arbiter. Blocks for a moment, to look at the machine."""
-    return PressureMonitor(
+    monitor = PressureMonitor(
         (*machine_sources(), FootprintPressure(lambda: footprint(arbiter.status())), dispatched),
         tell=arbiter.observe,
         is_short=lambda: arbiter.is_short,
         clock=clock,
     )
+    arbiter.when_waiting(monitor.poll_soon)
+    return monitor
 
 
 def dispatcher(

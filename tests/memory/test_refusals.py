@@ -72,6 +72,7 @@ async def admitted_after(history: Sequence[tuple[str, object]], wanted: str) -> 
         monitor = PressureMonitor(
             [sensor], tell=arbiter.observe, clock=clock, is_short=lambda: arbiter.is_short
         )
+        arbiter.when_waiting(monitor.poll_soon)
         await monitor.poll()
         polls = asyncio.create_task(monitor.run())
         stack.callback(polls.cancel)

@@ -26,14 +26,15 @@ from typing import Protocol
 
 from kakeya.core.clock import Clock
 from kakeya.core.process import signal_group
+from kakeya.core.tasks import sleep_or_wake
 from kakeya.core.units import format_bytes
 from kakeya.generation.facts import ModelState
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.arbiter.resident import ResidentKey
 
-IDLE_S = 1.0
-"""Seconds between two looks while no engine loads or has a request; such an engine hardly grows,
-and its next request is told at once."""
+IDLE_S = 4.0
+"""Seconds between two looks, and two allowances, while no engine loads or has a request; such an
+engine hardly grows, and its next request is told at once."""
 LOOK_S = 0.01
 """The same while one does: memory is written at gigabytes per second. A look takes some 50
 microseconds an engine."""
@@ -196,14 +197,18 @@ class EngineGuard:
         self._resident = resident
         self._kill = kill
         self._engines: tuple[GuardedEngine, ...] = ()
-        self._wake = threading.Event()
+        self._wake, self._work = threading.Event(), asyncio.Event()
 
     def add(self, engine: GuardedEngine) -> None:
         """Guard an engine."""
-        engine.lease.backend.on_work = self._wake.set
+        engine.lease.backend.on_work = self._has_work
         self.tell(engine)
         self._engines = (*self._engines, engine)
+        self._has_work()
+
+    def _has_work(self) -> None:
         self._wake.set()
+        self._work.set()
 
     def remove(self, engine: GuardedEngine) -> None:
         """Guard an engine no more, if it is guarded."""
@@ -230,8 +235,11 @@ class EngineGuard:
                     for engine in self._engines:
                         if not engine.is_asked and self._excess(engine):
                             asks.create_task(self.check_silence(engine))
-                    is_busy = any(one.is_at_work for one in self._engines)
-                    await self._clock.sleep(TELL_S if is_busy else IDLE_S)
+                    if any(one.is_at_work for one in self._engines):
+                        await self._clock.sleep(TELL_S)
+                    else:
+                        self._work.clear()
+                        await sleep_or_wake(self._clock, IDLE_S, self._work)
             await looks
         finally:
             is_over.set()

@@ -55,6 +55,8 @@ class Routes:
         self._may_dial = may_dial
         self._on_change, self._on_answer = on_change, on_answer
         self._book = RouteBook()
+        self._news = asyncio.Event()
+        registry.subscribe(self._news.set)
         self._under_way: dict[tuple[NodeId, str], asyncio.Task[None]] = {}
         self._downgrades = 0
 
@@ -84,11 +86,14 @@ class Routes:
         supervisor.start("routes", self.run)
 
     async def run(self) -> None:
-        """Probe for ever."""
+        """Probe for ever; a node without peers waits for the first one."""
         try:
             while True:
-                self.tick()
-                await self._clock.sleep(TICK_S)
+                self._news.clear()
+                if self.tick():
+                    await self._clock.sleep(TICK_S)
+                else:
+                    await self._news.wait()
         finally:
             await self.aclose()
 
@@ -99,8 +104,9 @@ class Routes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def tick(self) -> None:
-        """Take in the cards as they are now and start the probes that are due."""
+    def tick(self) -> bool:
+        """Take in the cards as they are now and start the probes that are due; return whether there
+        are peers."""
         mono = self._clock.mono()
         _, *peers = self._registry.snapshot(mono=mono)
         for card in peers:
@@ -112,6 +118,7 @@ class Routes:
                 task = asyncio.get_running_loop().create_task(self._probe(*way))
                 self._under_way[way] = task
                 task.add_done_callback(functools.partial(self._ended, way))
+        return bool(peers)
 
     def _ended(self, way: tuple[NodeId, str], _: asyncio.Task[None]) -> None:
         self._under_way.pop(way, None)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from email.utils import formatdate
 from typing import cast
 
 import httptools
@@ -35,7 +37,6 @@ LINGER_S = 5.0
 """How long bytes are still read behind a refusal: the system resets a connection that is closed
 before they are read, and the client loses the refusal."""
 _FORCED_S = 2.0
-_DATE_S = 1.0
 _GOODBYE_S = 1.0
 """How long a stop waits until an idle client of TLS answers the end of its connection: a program
 that keeps the connection for later reads nothing of it."""
@@ -54,6 +55,8 @@ class _Protocol(HttpToolsProtocol):
     head_s = HEAD_S
     refusal = ""
     """The answer to whatever comes; "" = requests are served."""
+    date_answers: Callable[[], None]
+    """Renews the date of the server's answers; called at each request."""
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _goodbye: asyncio.TimerHandle | None = None
@@ -158,6 +161,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_is_whole()
+        self.date_answers()
         if not self.parser.should_upgrade():
             super().on_headers_complete()
             return
@@ -206,6 +210,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.accepts, self.leaves = asyncio.Event(), asyncio.Event()
         self._tls, self._head_s = tls, head_s
+        self._dated = 0
         self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -219,11 +224,15 @@ class _Server(uvicorn.Server):
         self.accepts.set()
 
     async def main_loop(self) -> None:
-        """Renew the date of the answers each second until the stop. uvicorn's own loop wakes ten
-        times as often."""
-        while not await self.on_tick(0):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.leaves.wait(), _DATE_S)
+        """Wait for the stop. uvicorn's own loop wakes ten times a second, to renew the date."""
+        await self.leaves.wait()
+
+    def date_answers(self) -> None:
+        """Renew the date of the answers if it is not that of this second."""
+        if (second := int(time.time())) != self._dated:
+            self._dated = second
+            date = (b"date", formatdate(second, usegmt=True).encode())
+            self.server_state.default_headers = [date, *self.config.encoded_headers]
 
     def end_connections(self) -> None:
         """Have each connection closed behind its next answer, which says so."""
@@ -332,6 +341,7 @@ async def serve_http(
         forwarded_allow_ips=list(_PROXIES),
     )
     server = _Server(config, tls, head_s)
+    Protocol.date_answers = server.date_answers
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     accepts = asyncio.create_task(server.accepts.wait())
     await asyncio.wait((serving, accepts), return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -138,6 +138,7 @@ class Keeper:
         self._clock = clock
         self._tenants: dict[str, _CountedTenant] = {}
         self._waiters: dict[LeaseId, asyncio.Future[None]] = {}
+        self.on_wait: Callable[[], None] = lambda: None
         self._plans: asyncio.Queue[Plan] = asyncio.Queue()
         self._rooms: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
@@ -166,6 +167,8 @@ class Keeper:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters[lease] = waiter
         self.take(outcome)
+        if not waiter.done():
+            self.on_wait()
         try:
             await waiter
         except asyncio.CancelledError:

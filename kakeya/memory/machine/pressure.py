@@ -340,7 +340,8 @@ class PressureMonitor:
         poll_s: float = POLL_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        """`is_short`: requests wait for memory, or are refused for the last reading."""
+        """`is_short`: requests wait for memory, or are refused for the last reading; `poll_soon`
+        has to be called when the first one begins to wait."""
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
             raise errors.ConfigError(f"pressure sources {names} share a name; each needs its own")
@@ -354,23 +355,29 @@ class PressureMonitor:
         self._answer_s = answer_s
         self._wait_s = answer_s
         """The time that a poll waits for answers: the first one has no earlier opinions to tell."""
-        self._wake = asyncio.Event()
+        self._wake, self._short = asyncio.Event(), asyncio.Event()
 
     def poll_now(self) -> None:
         """Read at once: the call of a source that was told a level."""
         self._wake.set()
+        self._short.set()
+
+    def poll_soon(self) -> None:
+        """Read as soon as MIN_POLL_S allows it: a request waits for memory."""
+        self._short.set()
 
     async def run(self) -> None:
         """Poll until cancelled."""
         try:
             while True:
                 self._wake.clear()
+                self._short.clear()
                 next_mono = self._clock.mono() + self._poll_s
                 await self.poll()
-                while not self._wake.is_set() and (left_s := next_mono - self._clock.mono()) > 0:
-                    await sleep_or_wake(self._clock, min(MIN_POLL_S, left_s), self._wake)
-                    if self._is_short():
-                        break
+                await sleep_or_wake(self._clock, MIN_POLL_S, self._wake)
+                left_s = next_mono - self._clock.mono()
+                if left_s > 0 and not (self._wake.is_set() or self._is_short()):
+                    await sleep_or_wake(self._clock, left_s, self._short)
         finally:
             for one in self._sources:
                 if one.reading is not None:

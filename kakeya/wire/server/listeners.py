@@ -206,6 +206,8 @@ class Listeners:
                 for address, listener in self._open.items()
                 if listener.origin in _NETWORK
             }
+            if not ports:
+                continue
             open_now = await asyncio.to_thread(accepted, ports)
             too_many = surplus(
                 open_now, self._connections.known(), self._callers.connections_per_host

@@ -48,6 +48,7 @@ class Guarded:
         self.signalled: list[int] = []
         self.pid, self.running, self.waiting, self.state = 7, 0, 0, ModelState.READY
         self.limits = EngineMemoryLimits()
+        self.on_work: Callable[[], None] = print
         self.arbiter = MemoryArbiter(budget=budget, clock=self.clock)
         self.watch = EngineWatch(
             self.arbiter,
@@ -191,6 +192,19 @@ def test_steady_growth_is_seen_close_to_the_bound(pace: int, room: int) -> None:
         assert CLOSE_S <= pause_s <= LOOK_S
         now += pause_s
     assert growth.last_bytes - most <= max(pace * CLOSE_S / LOOK_S, pace - room) + 2
+
+
+async def test_the_loop_of_an_idle_guard_wakes_seldom_and_at_once_for_work() -> None:
+    here = Guarded(500, 1000)
+    running = asyncio.ensure_future(here.watch.guard.run())
+    await here.clock.sleep(100 * IDLE_S)
+    assert here.clock.sleeps <= 102
+    here.running, idle = 1, here.clock.sleeps
+    here.on_work()
+    await here.clock.sleep(100 * TELL_S)
+    assert here.clock.sleeps - idle >= 95
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 def test_a_guard_without_work_looks_seldom() -> None:

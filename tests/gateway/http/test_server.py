@@ -7,9 +7,11 @@ import json
 import random
 import signal
 import socket
+import time
 import urllib.error
 import urllib.request
 from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
 
 import httpx
 import pytest
@@ -50,6 +52,15 @@ async def listening(model):
         serve_http(app_of(model), sock) as running,
     ):
         yield http, running
+
+
+async def test_each_answer_has_the_date_of_its_second(folder):
+    async with listening(ToyModel(folder)) as (http, _):
+        for _ in range(2):
+            before = int(time.time())
+            dates = (await http.get("/healthz")).headers.get_list("date")
+            (date,) = map(parsedate_to_datetime, dates)
+            assert before <= date.timestamp() <= time.time()
 
 
 @pytest.mark.parametrize(("grace_s", "is_answered"), [(5.0, True), (0.2, False)])

@@ -13,6 +13,7 @@ from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.memory.machine.machine import KernelLevel
 from kakeya.memory.machine.pressure import (
     LEVEL_BY_NATIVE,
+    MIN_POLL_S,
     AvailableMemory,
     DispatchedPressure,
     FootprintPressure,
@@ -23,6 +24,7 @@ from kakeya.memory.machine.pressure import (
     Reading,
     worst,
 )
+from tests.fakes import FakeClock
 from tests.memory.worlds import ManualClock, until
 
 NOMINAL, LOW, CRITICAL = PressureLevel
@@ -370,6 +372,30 @@ async def test_it_tells_at_each_poll_and_at_once_when_something_was_dispatched()
     assert len(told) == 2
     clock.advance(0.2)
     await until(lambda: len(told) == 3)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_it_wakes_seldom_until_a_request_waits() -> None:
+    clock = FakeClock()
+    told: list[float] = []
+    waiting: list[str] = []
+    watch = PressureMonitor(
+        [KernelLevel(Box(NOMINAL))],  # type: ignore[arg-type]
+        tell=lambda _: told.append(clock.mono()),
+        clock=clock,
+        is_short=lambda: bool(waiting),
+    )
+    running = asyncio.ensure_future(watch.run())
+    await clock.sleep(100)
+    assert len(told) <= 21
+    assert clock.sleeps <= 45
+    waiting.append("a request")
+    began, count = clock.mono(), len(told)
+    watch.poll_soon()
+    await clock.sleep(10)
+    assert told[count] - began <= MIN_POLL_S
+    assert len(told) - count >= 19
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
