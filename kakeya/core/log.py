@@ -7,11 +7,11 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from kakeya.core.clock import Clock
 
@@ -25,6 +25,9 @@ WARN_S = 60.0
 FOLD_S = 60.0
 """A line that repeats the last one of its logger within so long is counted, and told once more."""
 _FIELDS = "kakeya_fields"
+_APART = "kakeya_apart"
+_MOST_SAID = 1024
+"""Lines that are remembered, so that others are folded into them."""
 
 
 class _TextFormatter(logging.Formatter):
@@ -60,8 +63,15 @@ def _quoted(value: object) -> str:
     return json.dumps(text, ensure_ascii=not is_printable)
 
 
+_Key: TypeAlias = tuple[str, object]
+"""A logger, and what its line says; None = any line."""
+
+
 class _Folded(logging.Handler):
     """Hands records on to a handler; those that repeat the last of their logger are counted.
+
+    A line that names fields which tell it apart from others repeats any of the last minute that has
+    the same without them: requests that are refused in loops come in turns.
 
     What is counted is told once `FOLD_S` are over, before the next line of any logger, or at the
     end. Lines for debugging are never folded, and numbers with a fraction are no difference: they
@@ -71,44 +81,52 @@ class _Folded(logging.Handler):
     def __init__(self, target: logging.Handler) -> None:
         super().__init__()
         self._target = target
-        self._last: dict[str, tuple[object, logging.LogRecord]] = {}
+        self._last: dict[_Key, tuple[object, logging.LogRecord]] = {}
         """What each logger said last, and when it was first said in a row."""
-        self._repeated: dict[str, tuple[int, logging.LogRecord]] = {}
+        self._repeated: dict[_Key, tuple[int, logging.LogRecord]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """Hand a record on, or count it."""
-        said, name = _said(record), record.name
+        said = _said(record)
+        key = (record.name, said if getattr(record, _APART, ()) else None)
         for other in [one for one in self._repeated if self._is_over(one, record.created)]:
             self._tell(other)
-        before = self._last.get(name)
+        before = self._last.get(key)
         is_same = before is not None and before[0] == said and record.levelno > logging.DEBUG
-        if is_same and not self._is_over(name, record.created):
-            self._repeated[name] = (self._repeated.get(name, (0, record))[0] + 1, record)
+        if is_same and not self._is_over(key, record.created):
+            self._repeated[key] = (self._repeated.get(key, (0, record))[0] + 1, record)
             return
-        self._tell(name)
-        self._last[name] = (said, record)
+        self._tell(key)
+        self._last.pop(key, None)
+        self._last[key] = (said, record)
+        if len(self._last) > _MOST_SAID:
+            self._tell(oldest := next(iter(self._last)))
+            del self._last[oldest]
         self._target.handle(record)
 
     def close(self) -> None:
         """Tell what was counted, and close the other handler."""
-        for name in list(self._repeated):
-            self._tell(name)
+        for key in list(self._repeated):
+            self._tell(key)
         self._target.close()
         super().close()
 
-    def _is_over(self, name: str, at: float) -> bool:
-        return at - self._last[name][1].created >= FOLD_S
+    def _is_over(self, key: _Key, at: float) -> bool:
+        return at - self._last[key][1].created >= FOLD_S
 
-    def _tell(self, name: str) -> None:
-        if found := self._repeated.pop(name, None):
+    def _tell(self, key: _Key) -> None:
+        if found := self._repeated.pop(key, None):
             count, last = found
             setattr(last, _FIELDS, {**fields_of(last), "repeated": count})
             self._target.handle(last)
 
 
 def _said(record: logging.LogRecord) -> object:
+    apart = getattr(record, _APART, ())
     told = tuple(
-        (key, str(one)) for key, one in fields_of(record).items() if not isinstance(one, float)
+        (key, str(one))
+        for key, one in fields_of(record).items()
+        if not isinstance(one, float) and key not in apart
     )
     return record.levelno, record.getMessage(), told
 
@@ -146,9 +164,28 @@ def event(
     _emit(log, level, message, fields)
 
 
-def _emit(log: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
+def event_of_many(
+    log: logging.Logger,
+    message: str,
+    fields: Mapping[str, object],
+    *,
+    apart: Collection[str],
+    level: int = logging.INFO,
+) -> None:
+    """Log one line as `event`. Lines that differ in the fields of `apart` alone are the same news,
+    also where others come between them."""
+    _emit(log, level, message, fields, apart)
+
+
+def _emit(
+    log: logging.Logger,
+    level: int,
+    message: str,
+    fields: Mapping[str, object],
+    apart: Collection[str] = (),
+) -> None:
     if log.isEnabledFor(level):
-        log.log(level, message, extra={_FIELDS: fields})
+        log.log(level, message, extra={_FIELDS: fields, _APART: apart})
 
 
 @contextmanager

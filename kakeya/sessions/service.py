@@ -33,13 +33,14 @@ from kakeya.prefix.seam import NoPrecache, Precache, PrefixClaim, read_metadata
 from kakeya.sessions.mover import SessionMover
 from kakeya.sessions.parameters import read_parameters
 from kakeya.sessions.session import Session
+from kakeya.sessions.session_log import GenerateLog, log_cut, log_failure
 from kakeya.sessions.store import SessionCounts, SessionStore
 from kakeya.sessions.wait_metadata import WaitMetadata
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceServicer
 from kakeya.wire.security import CLIENT_NAME
 from kakeya.wire.server.authorization import calling_node
-from kakeya.wire.status import abort
+from kakeya.wire.status import abort, status_of
 
 _log = logging.getLogger(__name__)
 CONFLICT_PATIENCE_S = 0.1
@@ -192,18 +193,23 @@ class RuntimeService(RuntimeServiceServicer):
         that holds the engine's stream, and not in a suspended generator.
         """
         self._running += 1
+        log = GenerateLog(request.session_id, self._clock.mono)
         try:
-            await self._generate(request, context)
+            await self._generate(request, context, log)
         except KakeyaError as error:
             self._failed += 1
+            log.status = status_of(error)
             await abort(context, error)
         except asyncio.CancelledError:
             self._cancelled += 1
+            log.status = grpc.StatusCode.CANCELLED
             raise
         else:
             self._done += 1
+            log.status = grpc.StatusCode.OK
         finally:
             self._running -= 1
+            log.write()
 
     async def _create(self, request: pb.CreateSessionRequest, context: Context) -> Session:
         time_left_s, client = context.time_remaining(), client_of(context)
@@ -225,9 +231,12 @@ class RuntimeService(RuntimeServiceServicer):
         self._store.on_idle(session)
         return session
 
-    async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:
+    async def _generate(
+        self, request: pb.GenerateRequest, context: Context, log: GenerateLog
+    ) -> None:
         await self._settle(request.session_id)
         with self._store.operation(request.session_id, "Generate") as session:
+            log.begin(session)
             parameters = read_parameters(request, session, self._rng)
             sources = self._drafts.sources(session.facts, request.draft_policy)
             priority = read_priority(context.invocation_metadata() or ())
@@ -256,9 +265,9 @@ class RuntimeService(RuntimeServiceServicer):
                 async with AsyncExitStack() as held:
                     if not has_begun:
                         await held.enter_async_context(wait)
-                    done, committed = await self._stream(session, asked, context, wait)
+                    done, committed = await self._stream(session, asked, context, wait, log)
             except InvariantBroken as broken:
-                _log_failure(session, broken)
+                log_failure(session, broken)
                 await session.model.release(session.kv_key)
                 raise
             self._turn_ended(session, claim, cuts)
@@ -288,13 +297,18 @@ class RuntimeService(RuntimeServiceServicer):
         dropped = session.truncate(max_tokens)
         if dropped:
             self._truncations += 1
-            _log_cut(session, dropped)
+            log_cut(session, dropped)
             truncated = pb.HistoryTruncated(dropped_token_count=dropped)
             await context.write(pb.GenerateResponse(truncated=truncated))
         return bool(dropped)
 
     async def _stream(
-        self, session: Session, asked: DecodeRequest, context: Context, wait: WaitMetadata
+        self,
+        session: Session,
+        asked: DecodeRequest,
+        context: Context,
+        wait: WaitMetadata,
+        log: GenerateLog,
     ) -> tuple[Done, int]:
         before, committed = session.history_length, 0
         async with AsyncExitStack() as held:
@@ -304,6 +318,7 @@ class RuntimeService(RuntimeServiceServicer):
                 if not use.has_begun:
                     use.begin()
                     await wait.over()
+                log.saw(frame, session.history_length)
                 match frame:
                     case Tokens():
                         for token_id in frame.token_ids:
@@ -355,30 +370,6 @@ def client_of(context: Context) -> str:
         if key == CLIENT_NAME and isinstance(value, str):
             return value
     return ""
-
-
-def _log_cut(session: Session, dropped: int) -> None:
-    """Log the cost of a cut. Under a configured window every turn cuts, and every cut is logged."""
-    event(
-        _log,
-        "history cut",
-        session=session.session_id,
-        dropped=dropped,
-        kept=session.history_length,
-        kv_kept=session.window.sink_tokens,
-        because="a cut moves every token behind the sink to another position, "
-        "and no cache class moves what it has computed",
-    )
-
-
-def _log_failure(session: Session, broken: InvariantBroken) -> None:
-    event(
-        _log,
-        "session failed",
-        level=logging.ERROR,
-        session=session.session_id,
-        error=broken.message,
-    )
 
 
 def _done_to_wire(done: Done, committed: int) -> pb.GenerateDone:

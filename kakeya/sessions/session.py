@@ -107,6 +107,8 @@ class Session:
     """The client that opened the session; "" = unknown."""
     kv_key: str = ""
     """The engine's key of the KV of the last generation; "" before the first generation."""
+    generations: int = 0
+    """Those that have begun."""
     cache_length_violations: int = 0
     position_violations: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kakeya.core import log as log_module
-from kakeya.core.log import FOLD_S, WARN_S, CountLog, FailureLog, configure, event
+from kakeya.core.log import FOLD_S, WARN_S, CountLog, FailureLog, configure, event, event_of_many
 from tests.fakes import FakeClock
 
 
@@ -72,6 +72,26 @@ def test_a_line_that_repeats_the_last_of_its_logger_is_told_once_more(log, capsy
     ]
     assert "repeated=2" in lines[4]
     assert lines.count("busy") == 3
+
+
+def test_refusals_in_loops_are_folded_though_they_come_in_turns(log, capsys, monkeypatch):
+    monkeypatch.setattr("kakeya.core.log._MOST_SAID", 3)
+    configure("text", "info")
+    for number in range(4):
+        for path in ("/a", "/b"):
+            event_of_many(log, "refused", {"path": path, "id": number}, apart=("id",))
+    for path in ("/c", "/d", "/e"):  # what is forgotten is told before
+        event_of_many(log, "refused", {"path": path, "id": 9}, apart=("id",))
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "refused path=/a id=0",
+        "refused path=/b id=0",
+        "refused path=/c id=9",
+        "refused path=/a id=3 repeated=3",
+        "refused path=/d id=9",
+        "refused path=/b id=3 repeated=3",
+        "refused path=/e id=9",
+    ]
 
 
 def test_less_than_the_chosen_level_is_left_out(log, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import aclosing
 from itertools import pairwise
 
@@ -566,3 +567,21 @@ class Endless(HashServedModel):
         while self.sent != before:
             before = self.sent
             await asyncio.sleep(0.3)
+
+
+async def test_the_log_has_a_line_for_each_generation(node, caplog):
+    caplog.set_level(logging.INFO, logger="kakeya.requests")
+    session = await node.client.create_session()
+    await session.append(PROMPT)
+    await generate(session, 4)
+    await generate(session, 2)
+    await status_of(frames_of(node, "none"))
+    await until(lambda: len(caplog.records) == 3)
+    told = [record.kakeya_fields for record in caplog.records]
+    assert [one["status"] for one in told] == ["OK", "OK", "NOT_FOUND"]
+    ids = [f"{session.session_id}.1", f"{session.session_id}.2", "none"]
+    assert [one["request_id"] for one in told] == ids
+    assert [one["path"] for one in told] == ["RuntimeService/Generate"] * 3
+    assert (told[0]["model"], told[0]["node"], told[0]["tokens"]) == ("toy", "this", 4)
+    assert [one["prompt_tokens"] for one in told[:2]] == [3, 7]
+    assert 0 <= told[0]["waited_s"] <= told[0]["first_token_s"] <= told[0]["seconds"]

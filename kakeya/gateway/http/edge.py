@@ -37,7 +37,7 @@ from kakeya.gateway.figures import HttpMetrics
 from kakeya.gateway.http.authorization import KeyCheck
 from kakeya.gateway.http.callers import CallerCheck, Forbidden
 from kakeya.gateway.http.cors import cors_headers, is_preflight, preflight_headers
-from kakeya.gateway.http.receipt import log_fields, receipt_headers
+from kakeya.gateway.http.receipt import generation_line, receipt_headers
 from kakeya.gateway.http.request_ids import (
     client_request_id,
     id_headers,
@@ -45,6 +45,7 @@ from kakeya.gateway.http.request_ids import (
     request_id,
 )
 from kakeya.wire import traces
+from kakeya.wire.request_log import log_answered
 
 _log = logging.getLogger(__name__)
 _SHOWN_PATH = 200
@@ -326,17 +327,16 @@ class _Exchange:
 def _log_answer(scope: Scope, status: int, seconds: float) -> None:
     """Write a line for a request: told at the usual level for what makes the node work."""
     given = client_request_id(scope)
-    event(
-        _log,
-        "answered",
+    log_answered(
         level=logging.INFO if scope["method"] == "POST" else logging.DEBUG,
         method=scope["method"],
         path=scope["path"][:_SHOWN_PATH],
         status=status,
         seconds=seconds,
         request_id=request_id(scope),
-        **log_fields(scope),
-        **({"client_request_id": given} if given else {}),
+        made=generation_line(scope),
+        is_refused=status >= 400,
+        more={"client_request_id": given} if given else None,
     )
 
 

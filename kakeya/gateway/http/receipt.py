@@ -19,6 +19,7 @@ from starlette.types import Scope
 
 from kakeya.dispatch.tasks import TaskChoice
 from kakeya.gateway.recent import RequestRecord
+from kakeya.wire.request_log import GenerationLine
 
 _MOVED = "kakeya.moved"
 _LEFT_OUT = "kakeya.left_out"
@@ -80,21 +81,20 @@ def note_record(scope: Scope, record: RequestRecord) -> None:
     scope[_RECORD] = record
 
 
-def log_fields(scope: Scope) -> dict[str, object]:
-    """What the log says of a request that made a generation; empty for any other."""
+def generation_line(scope: Scope) -> GenerationLine | None:
+    """What the log says of the generation that a request made; None = it made none."""
     record: RequestRecord | None = scope.get(_RECORD)
     if record is None:
-        return {}
-    told: dict[str, object] = {
-        "model": record.model_id,
-        "node": record.node or record.relay or "this",
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
-        "tokens": record.completion_tokens,
-    }
-    if record.first_token_s is not None:
-        told["first_token_s"] = record.first_token_s
-    return told
+        return None
+    return GenerationLine(
+        model=record.model_id,
+        node=record.node or record.relay,
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        tokens=record.completion_tokens,
+        first_token_s=record.first_token_s,
+        prefill_s=record.prefill_s,
+    )
 
 
 def _task_header(choice: TaskChoice | None) -> str:

@@ -87,7 +87,7 @@ async def test_errors_of_the_router_and_of_the_check_have_the_form_of_their_path
 
 async def test_every_answer_has_an_id_that_the_log_has_too(folder, caplog):
     async with serving(ToyModel(folder)) as served:
-        with caplog.at_level(logging.DEBUG, logger="kakeya.gateway.http.edge"):
+        with caplog.at_level(logging.DEBUG, logger="kakeya.requests"):
             replies = [
                 await served.http.get("/healthz"),
                 await served.http.post("/v1/messages/no/such"),

@@ -97,7 +97,7 @@ async def test_what_a_warning_quotes_ends_no_header(folder):
 
 
 async def test_the_log_has_a_line_for_each_request_and_what_its_generation_was(folder, caplog):
-    caplog.set_level(logging.INFO, logger="kakeya.gateway")
+    caplog.set_level(logging.INFO, logger="kakeya.requests")
     async with serving(ToyModel(folder)) as served:
         reply = await served.http.post("/v1/chat/completions", json=CHAT)
         await served.http.post("/v1/chat/completions", json={**CHAT, "zeta": 1})
@@ -113,4 +113,5 @@ async def test_the_log_has_a_line_for_each_request_and_what_its_generation_was(f
     )
     assert told["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
     assert 0 < told["first_token_s"] <= told["seconds"]
+    assert 0 <= told["waited_s"] <= told["first_token_s"]
     assert refused.kakeya_fields["status"] == 400
