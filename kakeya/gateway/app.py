@@ -26,6 +26,7 @@
     GET  /api/v1/status, /api/v1/fleet   status of the node; fleet is its `fleet` entry
     GET  /api/v1/models; POST .../pull, stop, remove, load, unload
                                          the models on disk and in memory: see `owner`
+    GET  /api/v1/adapters; POST .../add, remove
     GET, PUT /api/v1/config              tasks, and what else changes while the node runs
     GET  /api/v1/capabilities; POST .../{name}
     GET  /api/v1/jobs, /api/v1/jobs/{id}, and others: see `jobs`
@@ -49,6 +50,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kakeya.adapters.manager import AdapterManager
 from kakeya.backends.relay.relays import Relays
 from kakeya.core.clock import Clock
 from kakeya.core.figures import Figure
@@ -94,6 +96,7 @@ from kakeya.gateway.openai.responses.reply import ResponseReply
 from kakeya.gateway.openai.responses.requests import RESPONSE, RESPONSE_NO_OPS, parse_response
 from kakeya.gateway.openai.responses.store import ResponseStore
 from kakeya.gateway.openapi import BodyRoute, document_route
+from kakeya.gateway.owner.adapters import AdapterRoutes
 from kakeya.gateway.owner.live_config import ConfigRoute
 from kakeya.gateway.owner.model_files import ModelFilesRoute
 from kakeya.gateway.owner.ring_plan import RingPlanRoute
@@ -136,6 +139,7 @@ def build_app(
     ring: RingSurvey | None = None,
     watch: FleetWatch | None = None,
     files: ModelFilesRoute | None = None,
+    adapters: AdapterManager | None = None,
     held: HeldTeller | None = None,
 ) -> Starlette:
     """Build the application.
@@ -153,7 +157,8 @@ def build_app(
     requests in the place of an engine, None = there are none; `routed` finds those of peers too,
     None = there are only the own ones. `jobs` get the kinds of work that go on in the background,
     and are started later; `capabilities` None = there are none. `ring` None = no ring group is
-    planned. `watch` None = the page shows no facts. `files` None = HTTP does not look after models.
+    planned. `watch` None = the page shows no facts. `files` None = HTTP does not look after models,
+    and without `adapters` not after these.
     `held` tells explanations where KV is now.
     """
     metrics = HttpMetrics(
@@ -220,6 +225,7 @@ def build_app(
         *page_routes(),
         *([events_route(watch)] if watch else ()),
         *(files.routes(limits) if files else ()),
+        *(AdapterRoutes(adapters).routes(limits) if adapters else ()),
         *([RingPlanRoute(ring).route()] if ring else ()),
     ]
     app = Starlette(

@@ -428,6 +428,7 @@ class Agent:
             watch=self._services.watch,
             held=self._services.models.held,
             files=ModelFilesRoute(self._weights, self._engines, self._memory.arbiter),
+            adapters=self._pages.adapters.manager,
         )
         return serve_http(app, self._http_socket, tls=https.tls, grace_s=0.0)
 

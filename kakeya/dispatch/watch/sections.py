@@ -19,6 +19,8 @@ _AGES = frozenset({"age_s", "idle_s", "warm_s", "uptime_s", "for_s"})
 _SIZES = frozenset({"available_bytes"})
 _LEFT_OUT = frozenset({"gossip", "skew_s", "last_events"})
 FLEET, CARD = "fleet", "card"
+_RINGS, _SINCE = "rings", "seconds"
+"""For so long a ring group has been as it is: an age too."""
 
 
 def sections_of(status: Mapping[str, object]) -> Json:
@@ -28,25 +30,26 @@ def sections_of(status: Mapping[str, object]) -> Json:
     return told
 
 
-def still(value: object) -> object:
+def still(value: object, ages: frozenset[str] = _AGES) -> object:
     """A copy of JSON whose ages and sizes go in steps."""
     match value:
         case Mapping():
-            return {key: _stepped(key, one) for key, one in value.items() if key not in _LEFT_OUT}
+            told = ((key, one) for key, one in value.items() if key not in _LEFT_OUT)
+            return {key: _stepped(key, one, ages) for key, one in told}
         case list() | tuple():
-            return [still(one) for one in value]
+            return [still(one, ages) for one in value]
         case _:
             return value
 
 
-def _stepped(key: str, value: object) -> object:
+def _stepped(key: str, value: object, ages: frozenset[str]) -> object:
     if isinstance(value, int | float):
-        if key in _AGES:
+        if key in ages:
             return AGE_STEPS_S[max(0, bisect_right(AGE_STEPS_S, value) - 1)]
         if key in _SIZES:
             return round(value / COARSE_BYTES) * COARSE_BYTES
         return value
-    return still(value)
+    return still(value, ages | {_SINCE} if key == _RINGS else ages)
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> Json:

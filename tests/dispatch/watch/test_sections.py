@@ -13,13 +13,18 @@ def test_what_only_ages_does_not_change() -> None:
         return {
             "node": {"uptime_s": age_s, "label": "mini-1"},
             "memory": {"available_bytes": free, "last_evictions": [{"why": "x", "age_s": age_s}]},
+            "rings": {"led": [{"name": "big", "seconds": age_s}]},
             "fleet": {"gossip": {"rounds": age_s}, "nodes": [{"skew_s": age_s / 100}]},
         }
 
     before = sections_of(status(31.0, 8_000_000_000))
     assert changed(before, sections_of(status(59.9, 8_010_000_000))) == {}
     assert before["node"] == {"uptime_s": 30, "label": "mini-1"}
-    assert changed(before, sections_of(status(60.0, 8_000_000_000))).keys() == {"node", "memory"}
+    assert changed(before, sections_of(status(60.0, 8_000_000_000))).keys() == {
+        "node",
+        "memory",
+        "rings",
+    }
 
 
 @given(st.floats(0, 1e7))

@@ -56,6 +56,7 @@ function problemsOf(node) {
   if (node.told.node?.not_serving) found.push(["bad", node.told.node.not_serving, "not serving"]);
   const level = node.memory?.level;
   if (level && level !== "nominal") found.push([level === "critical" ? "bad" : "warn", `memory pressure is ${level} (${node.memory.source})`, `pressure ${level}`]);
+  for (const one of node.told.rings?.led ?? []) if (one.state === "waiting") found.push(["warn", `ring group ${one.name} is not up: ${one.reason}`, `ring ${one.name} not up`]);
   for (const one of node.models) if (one.state === "failed") found.push(["bad", `${one.model_id} is not served: ${one.error}`, `${one.model_id} failed`]);
   return found;
 }
@@ -127,7 +128,7 @@ function slow(fleet) {
   if (late.length) {
     const [first] = late;
     answer = first.rate ? `${first.node.name}: ${speed(first.rate)}, the fastest ${speed(first.best)}.` : `${first.node.name}: ${whySlow(fleet, first)[0][1]}.`;
-  } else if (fleet.nodes.length > 1 && measured < 2) answer = "None seems so; two nodes with speeds are needed to compare.";
+  } else if (fleet.nodes.length > 1 && measured < 2) answer = "None seems so: too few speeds to compare.";
   return { answer, tone: late.length ? "warn" : "good", reasons, rows };
 }
 
@@ -181,15 +182,24 @@ function link(fleet) {
   const peers = fleet.nodes.filter((node) => node.link);
   const degraded = peers.filter((node) => node.link.tone);
   const reasons = degraded.flatMap((node) => node.link.reasons.map(([tone, text]) => [tone, `${node.name}: ${text}`]));
-  const answer = degraded.length ? `${degraded[0].name}: ${degraded[0].link.reasons[0][1]}.` : peers.length ? `No: all ${peers.length} answer as they should.` : "This node has no peers.";
+  const answer = degraded.length ? `${degraded[0].name}: ${degraded[0].link.reasons[0][1]}.` : peers.length ? "No: every node answers as it should." : "This node has no peers.";
   return { answer, tone: degraded.some((node) => node.link.tone === "bad") ? "bad" : degraded.length ? "warn" : "good", reasons, peers };
+}
+
+/** The ring groups of the fleet: as their leaders tell of them, else as cards do. */
+export function rings(fleet) {
+  const led = fleet.nodes.flatMap((node) => node.told.rings?.led ?? []);
+  const others = (fleet.fleet.rings ?? []).filter((one) => !led.some(({ id, name }) => id === one.id || name === one.model_id));
+  return [...led, ...others.map((one) => ({ ...one, name: one.model_id, model: "", state: "up", reason: "", ranks: one.nodes.map((name) => ({ node: name ?? "a node that does not answer", state: "up" })) }))];
 }
 
 /** What occupies the memory of a node, the largest first. */
 export function occupants(node) {
   const memory = node.memory;
   if (!memory) return [];
-  const found = memory.residents.map((one) => ({ name: one.model, what: one.role, bytes: one.lent_bytes, state: one.state, uses: one.leases, idle_s: one.idle_s, isPinned: one.is_pinned }));
+  const leases = new Map((memory.leases?.leases ?? []).map((one) => [one.id, one.name]));
+  const nameOf = ({ model, role }) => role === "ring-rank" ? `rank ${model.split("#").at(-1)} of ${model.split("#")[0]}` : leases.get(model) || model;
+  const found = memory.residents.map((one) => ({ name: nameOf(one), what: one.role, bytes: one.lent_bytes, state: one.state, uses: one.leases, idle_s: one.idle_s, isPinned: one.is_pinned }));
   for (const one of memory.tenants) if (one.held_bytes) found.push({ name: one.name === "pages" ? "pages of prompts" : one.name, what: "cache", bytes: one.held_bytes, state: "", spare: one.spare_bytes });
   for (const [name, size] of Object.entries(memory.foreign ?? {})) found.push({ name, what: "another process", bytes: Number(size), state: "" });
   return found.filter((one) => one.bytes).sort((a, b) => b.bytes - a.bytes);

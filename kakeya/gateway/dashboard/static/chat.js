@@ -94,6 +94,8 @@ function draw(root, chat, act, fleet) {
       h("textarea", { id: "ask", rows: "1", placeholder: "Message", onkeydown: (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event); } }),
       chat.busy ? h("button", { type: "button", onclick: act.stop }, "Stop") : h("button", { class: "main" }, "Send")),
   ]);
+  const select = root.querySelector("select"); // options that come later may leave another one chosen
+  if (chat.model && select.value !== chat.model) select.value = chat.model;
   if (isAtEnd) root.querySelector(".talk").scrollTop = 1e9;
 }
 

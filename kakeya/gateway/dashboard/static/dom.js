@@ -55,7 +55,7 @@ export const partOf = (part, whole) => {
 };
 export const seconds = (s) => {
   if (s === null || s === undefined) return "";
-  if (s < 0.0995) return `${Math.round(s * 1000)} ms`;
+  if (s && s < 0.0995) return `${Math.round(s * 1000)} ms`;
   if (s < 99.5) return `${s < 9.95 ? s.toFixed(1) : Math.round(s)} s`;
   if (s < 5400) return `${Math.round(s / 60)} min`;
   return s < 129600 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} d`;

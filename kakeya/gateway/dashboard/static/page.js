@@ -96,21 +96,25 @@ function show() {
 const actions = {
   files: null,
   names: null,
+  adapters: null,
   doing: new Set(),
   failed: "",
   /** Read what the view of models shows beside the stream. */
   async readModels() {
-    const read = (path) => call(path).then((answer) => answer.json()).catch(() => null);
-    [actions.files, actions.names] = await Promise.all([read("/api/v1/models"), read("/v1/models")]);
+    const read = (path) => call(path).then((answer) => answer.json()).catch((problem) => { actions.failed ||= problem.message; return { data: [] }; });
+    const [files, names, adapters] = await Promise.all(["/api/v1/models", "/v1/models", "/api/v1/adapters"].map(read));
+    Object.assign(actions, { files, names: names.data, adapters: adapters.data });
     show();
   },
-  async act(path, model, more) {
+  /** Have the node do something; whether it did. What failed is shown. */
+  async act(path, body, name = body.model) {
     actions.failed = "";
-    actions.doing.add(model);
+    actions.doing.add(name);
     show();
-    try { await call(`/api/v1/models/${path}`, { method: "POST", body: { model, ...more } }); } catch (problem) { actions.failed = problem.message; }
-    actions.doing.delete(model);
+    try { await call(`/api/v1/${path}`, { method: "POST", body }); } catch (problem) { actions.failed = problem.message; }
+    actions.doing.delete(name);
     await actions.readModels();
+    return !actions.failed;
   },
   warmth: new Map(),
   /** Ask which nodes have the KV of requests now; the answer is in `warmth`, null until it is there. */
@@ -222,6 +226,7 @@ addEventListener("hashchange", () => {
   actions.warmth.clear();
   page.config = page.config || null;
   draw();
+  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
   scrollTo(0, 0);
   if (where()[0] !== "chat") find("main").focus({ preventScroll: true });
 });

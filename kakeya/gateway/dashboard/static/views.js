@@ -1,12 +1,13 @@
 // The views: each a function of the fleet that returns what is to be seen.
 
-import { answered, conversations, evictions, happenings, headline, occupants, QUESTIONS, share, speeds } from "./answers.js";
+import { answered, conversations, evictions, happenings, headline, occupants, QUESTIONS, rings, share, speeds } from "./answers.js";
 import { bytes, clock, count, h, joined, partOf, percent, seconds, speed, sum } from "./dom.js";
 
 const MOST_ROUND = 9;
 const DENSE = 20;
+const WIDE_COLUMNS = 5; // a table of so many is shown as lines where there is little room
 const MOST_REASONS = 10;
-const nodeLink = (node) => h("a", { href: `#/node/${encodeURIComponent(node.id)}` }, node.name);
+const nodeLink = (node) => h("a", { class: "whole", href: `#/node/${encodeURIComponent(node.id)}` }, node.name);
 const requestLink = ({ id, ended_at }) => h("a", { href: `#/request/${encodeURIComponent(id)}`, class: "number", "data-key": id }, ended_at ? clock(ended_at) : id.slice(-8));
 const badge = (tone, ...text) => h("span", { class: `badge ${tone}` }, ...text);
 const HIDDEN = new Set(["node_id", "address", "request_id"]);
@@ -16,9 +17,9 @@ const empty = (text) => h("p", { class: "empty" }, text);
 function table(heads, rows, none) {
   if (!rows.length) return empty(none);
   const isNumber = heads.map((head) => head.startsWith("#"));
-  return h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "table" }, h("table", {},
+  return h("div", { class: `scroll ${heads.length < WIDE_COLUMNS ? "" : "wide"}`, tabindex: "0", role: "group", "aria-label": "table" }, h("table", {},
     h("thead", {}, h("tr", {}, heads.map((head, i) => h("th", { scope: "col", class: isNumber[i] && "number" }, head.replace("#", ""))))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => h("td", { class: isNumber[i] && "number" }, cell)))))));
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, i) => h("td", { class: isNumber[i] && "number", "data-label": heads[i].replace("#", "") }, cell)))))));
 }
 
 // The picture.
@@ -45,7 +46,7 @@ function served(node) {
   const own = node.models.filter((one) => one.role !== "proposer" || one.model_id !== "ngram");
   const list = own.length ? own : node.card.models.filter((one) => one.model_id !== "ngram");
   if (!list.length) return "no model";
-  const [first] = list;
+  const first = list.find((one) => one.state === "ready") ?? list[0];
   const more = list.length > 1 ? ` +${list.length - 1}` : "";
   const state = first.state && first.state !== "ready" ? `, ${first.state}` : "";
   return `${first.model_id}${more}${state}`;
@@ -56,13 +57,23 @@ function rateOf(fleet, node) {
   return rates.length ? speed(Math.max(...rates.map((one) => one.rate))) : "";
 }
 
+/** The share that is done, before a name that may be cut. */
+const done = (part, whole) => whole ? `${percent(Math.min(1, part / whole))} of ` : "";
+const rankOf = (node) => node.card.ring ? `rank ${node.card.ring.rank} of ${node.card.ring.model_id}` : "";
+
+/** What a node does for speed: its rate, the share of its drafts that were right, warm conversations. */
+function gains(fleet, node) {
+  const drafted = fleet.recent.filter((one) => one.node === node.id && one.drafted), warm = node.told.precache?.conversations;
+  return [rateOf(fleet, node), drafted.length && `${percent(sum(drafted.map((one) => one.accepted)) / sum(drafted.map((one) => one.drafted)))} of drafts`, warm && `${warm} warm`].filter(Boolean).map((one) => h("span", {}, one));
+}
+
 function badges(node) {
   const found = node.problems.slice(0, 1).map(([tone, , short]) => badge(tone, short));
   if (node.running) found.push(badge("good", `${node.running} answering`));
   if (node.waiting.length) found.push(badge("warn", `${node.waiting.length} waiting`));
-  for (const one of node.pulls) found.push(badge("accent", `${one.phase} ${one.name}${one.bytes ? ` ${percent(one.done_bytes / one.bytes)}` : ""}`));
-  for (const one of node.loading) found.push(badge("accent", `loading ${one.model_id}`));
-  if (node.card.ring) found.push(badge("accent", `ring ${node.card.ring.model_id}`));
+  for (const one of node.pulls) found.push(badge("accent", `${one.phase} ${done(one.done_bytes, one.bytes)}${one.name}`));
+  for (const one of node.loading) found.push(badge("accent", `loading ${done(one.load?.done_bytes, one.load?.total_bytes)}${one.model_id}`));
+  if (node.card.ring) found.push(badge("ring", rankOf(node)));
   if (node.card.is_authority) found.push(badge("", "authority"));
   return found;
 }
@@ -73,13 +84,14 @@ const wireText = ({ said, rtt }) => rtt ? `${said} · ${milliseconds(rtt)}` : sa
 function tile(fleet, node, at, isDense = false) {
   const tone = toneOf(node), memory = node.memory;
   return h("li", { "data-key": node.id }, h("a", {
-    class: `tile ${node.isSelf ? "self" : ""} ${tone === "bad" || tone === "warn" ? tone : ""}`,
+    class: `tile ${node.isSelf ? "self" : ""} ${tone === "bad" || tone === "warn" ? tone : ""} ${node.card.ring ? "member" : ""}`,
     href: `#/node/${encodeURIComponent(node.id)}`, style: at,
   },
-    h("span", { class: "name" }, h("i", { class: `state ${tone}` }), h("b", {}, node.name), h("span", { class: "unseen" }, `, ${SAID[tone]}`), h("span", { class: "soft" }, node.isSelf ? "this node" : rateOf(fleet, node))),
+    h("span", { class: "name" }, h("i", { class: `state ${tone}` }), h("b", {}, node.name), h("span", { class: "unseen" }, `, ${SAID[tone]}`), h("span", { class: "soft" }, node.isSelf && "this node")),
     memory ? bar(node) : h("div", { class: "bar" }),
     h("span", { class: "row" }, h("span", {}, served(node)), h("span", { class: "number" }, memory ? isDense ? percent(share(node)) : partOf(memory.committed_bytes, memory.budget_bytes) : bytes(node.card.memory_bytes))),
     node.link && h("span", { class: `wire ${node.link.tone}` }, wireText(node.link)),
+    h("span", { class: "gains" }, gains(fleet, node)),
     h("span", { class: "badges" }, badges(node))));
 }
 
@@ -89,7 +101,7 @@ export function picture(fleet) {
   const peers = nodes.filter((node) => node !== own);
   const isRound = peers.length > 0 && peers.length <= MOST_ROUND;
   if (!isRound) return h("div", { class: `picture ${nodes.length > DENSE ? "dense" : ""}` }, h("ul", { class: "tiles", "aria-label": "Nodes" }, nodes.map((node) => tile(fleet, node, {}, nodes.length > DENSE))));
-  const tall = peers.length <= 2 ? 150 : peers.length <= 4 ? 330 : 560;
+  const tall = peers.length <= 2 ? 150 : peers.length <= 4 ? 350 : 560;
   const spot = (i) => {
     if (peers.length === 3) return [[13, 50], [87, 19], [87, 81]][i];
     if (peers.length === 4) return [[13, 19], [13, 81], [87, 19], [87, 81]][i];
@@ -103,16 +115,12 @@ export function picture(fleet) {
     const [x, y] = spots.get(node);
     return h("line", { x1: "50%", y1: "50%", x2: `${x}%`, y2: `${y}%`, class: `${node.link.kind} ${node.link.tone}` });
   });
-  const rings = (fleet.fleet.rings ?? []).flatMap((ring) => {
-    const members = ring.nodes.map((name) => nodes.find((node) => node.name === name)).filter(Boolean);
-    return members.map((node, i) => [node, members[(i + 1) % members.length]]).filter(([a, b]) => a !== b).map(([a, b]) => h("line", { class: "thunderbolt", x1: `${spots.get(a)[0]}%`, y1: `${spots.get(a)[1]}%`, x2: `${spots.get(b)[0]}%`, y2: `${spots.get(b)[1]}%` }));
-  });
   const tags = peers.map((node) => {
     const [x, y] = spots.get(node), near = 0.51;
     return h("span", { class: `tag ${node.link.tone}`, "aria-hidden": "true", style: place([50 + near * (x - 50), 50 + near * (y - 50)]) }, h("span", {}, node.link.said), node.link.rtt && h("span", {}, milliseconds(node.link.rtt)));
   });
   return h("div", { class: `picture round ${peers.length <= 2 ? "level" : ""}`, style: { "--tall": `${tall}px` } },
-    h("svg", { class: "wires", "aria-hidden": "true" }, wires, rings), tags,
+    h("svg", { class: "wires", "aria-hidden": "true" }, wires), tags,
     h("ul", { class: "tiles", "aria-label": "Nodes" }, nodes.map((node) => tile(fleet, node, place(spots.get(node))))));
 }
 
@@ -127,6 +135,7 @@ export function fleetView(fleet, actions) {
     warnings(fleet.fleet.warnings ?? []),
     picture(fleet),
     ringPanel(fleet),
+    downloads(fleet),
     h("h2", { class: "group" }, "Questions"),
     h("ul", { class: "asks" }, Object.keys(QUESTIONS).map((key) => {
       const { question, answer, tone } = answered(fleet, key, actions.warmth);
@@ -137,9 +146,23 @@ export function fleetView(fleet, actions) {
 }
 
 function ringPanel(fleet) {
-  const rings = fleet.fleet.rings ?? [];
-  if (!rings.length) return null;
-  return panel("Ring groups", table(["model", "nodes", "split", "backend"], rings.map((one) => [one.model_id, joined(one.nodes.map((name) => name ?? "one that does not answer")), one.split, one.backend]), ""));
+  const all = rings(fleet);
+  if (!all.length) return null;
+  const rank = ({ node, memory_mb, load, state }) => [node, memory_mb && bytes(memory_mb * 2 ** 20), load || (state !== "up" && state)].filter(Boolean).join(", ");
+  return panel("Ring groups", table(["group", "state", "ranks", "split", "model"], all.map((one) => [
+    one.name, badge({ up: "good", waiting: "warn" }[one.state] ?? "accent", one.state === "waiting" ? "not up" : one.state), [h("ol", { class: "ranks" }, one.ranks.map((of) => h("li", {}, rank(of)))), one.state !== "up" && one.reason && h("p", { class: "soft small" }, one.reason)],
+    `${one.split}, over ${one.backend}`, [one.model.split("/").at(-1), one.answers && h("span", { class: "soft small" }, ` answers ${one.answers}`), one.restarts ? h("span", { class: "soft small" }, `, ${count(one.restarts, "restart")}`) : null],
+  ]), ""));
+}
+
+/** The pulls under way; `act` makes a button of those of this node. */
+function downloads(fleet, act) {
+  const all = fleet.nodes.flatMap((node) => node.pulls.map((one) => ({ ...one, node })));
+  return all.length > 0 && panel("Downloads", all.map((one) => h("div", { class: "pull", "data-key": `${one.node.id} ${one.name}` },
+    h("p", {}, h("b", {}, one.name), ` to ${one.node.name}: ${one.phase}${one.bytes ? `, ${percent(one.done_bytes / one.bytes)}` : ""}`),
+    h("progress", { max: one.bytes || 1, value: one.done_bytes, "aria-label": `Download of ${one.name}` }),
+    h("p", { class: "soft small" }, [one.bytes ? partOf(one.done_bytes, one.bytes) : bytes(one.done_bytes), `${bytes(one.bytes_per_second)}/s`, one.sources.length && `from ${joined(one.sources.map((id) => fleet.nameOf(id)))}`, one.note].filter(Boolean).join(" · ")),
+    act && one.node.isSelf && act("Stop", "models/stop", { model: one.name }))));
 }
 
 const warnings = (list) => list.length ? h("ul", { class: "warnings" }, list.map((one) => h("li", {}, one))) : null;
@@ -156,7 +179,7 @@ function timeline(events, named, nameOf = (id) => id) {
   return h("ol", { class: "timeline" }, events.map((one) => h("li", {},
     h("time", {}, clock(one.at)),
     h("span", { class: one.level === "info" ? "" : "warn" }, named && [h("b", {}, one.node.name), " "], one.what, one.times > 1 && ` (${one.times} times)`),
-    h("span", { class: "more" }, Object.entries(one.fields).filter(([key, value]) => !HIDDEN.has(key) && value !== "" && value !== "-").map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "number" && !Number.isInteger(value) ? value.toFixed(2) : nameOf(value)}`).join(" · ")))));
+    h("span", { class: "more" }, Object.entries(one.fields).filter(([key, value]) => !HIDDEN.has(key) && value !== "" && value !== "-").map(([key, value]) => `${key.replaceAll("_", " ")} ${typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(3)) : nameOf(value)}`).join(" · ")))));
 }
 
 const reasonList = (reasons) => reasons.length ? h("ul", { class: "reasons" }, reasons.slice(0, MOST_REASONS).map(([tone, text]) => h("li", { class: tone }, text)), reasons.length > MOST_REASONS && h("li", {}, `and ${reasons.length - MOST_REASONS} more`)) : null;
@@ -211,7 +234,7 @@ function memoryPanels(fleet) {
       bar(node),
       table(["what", "#size", "state"], all.map((one) => {
         const isModel = one.what !== "cache" && one.what !== "another process";
-        return [h("span", {}, h("i", { class: `dot ${isModel ? `h${hue++ % 6}` : ""}` }), one.name), bytes(one.bytes), one.state ? `${one.state}${one.uses ? `, ${count(one.uses, "use")}` : one.idle_s ? `, idle over ${seconds(one.idle_s)}` : ""}` : one.spare ? `${bytes(one.spare)} can be had back` : one.what];
+        return [h("span", {}, h("i", { class: `dot ${isModel ? `h${hue++ % 6}` : ""}` }), one.name), bytes(one.bytes), one.what === "job" ? "leased" : one.state ? `${one.state}${one.uses ? `, ${count(one.uses, "use")}` : one.idle_s ? `, idle over ${seconds(one.idle_s)}` : ""}` : one.spare ? `${bytes(one.spare)} can be had back` : one.what];
       }), "Nothing is in memory."));
   }));
 }
@@ -240,6 +263,7 @@ export function nodeView(fleet, id) {
   fact("Requests waiting", node.isWatched ? node.waiting.length : null);
   fact("Speed", rateOf(fleet, node));
   const drafted = fleet.recent.filter((one) => one.node === node.id && one.drafted);
+  fact("Ring group", rankOf(node));
   fact("Drafts accepted", drafted.length ? percent(sum(drafted.map((one) => one.accepted)) / sum(drafted.map((one) => one.drafted))) : null);
   fact("Prompts kept in memory", told.prefixes && bytes(told.prefixes.pages.bytes));
   fact("Prompts kept on disk", told.prefixes && bytes(told.prefixes.disk.bytes));
@@ -264,13 +288,14 @@ function modelTable(node) {
   const list = node.models.length ? node.models : node.card.models;
   return table(["model", "role", "state", "#speed"], list.map((one) => [one.model_id, one.role, one.state ? stateOf(one) : "", one.tokens_per_second ? speed(one.tokens_per_second) : ""]), "It serves no model.");
 }
-const stateOf = (one) => badge({ ready: "good", failed: "bad", loading: "accent" }[one.state] ?? "", one.state, one.restarts ? `, ${count(one.restarts, "restart")}` : "", one.error ? `: ${one.error}` : "");
+const stateOf = (one) => badge({ ready: "good", failed: "bad", loading: "accent" }[one.state] ?? "", one.state, one.load && `: ${one.load.at}`, one.restarts ? `, ${count(one.restarts, "restart")}` : "", one.error ? `: ${one.error}` : "");
 
 export function requestsView(fleet) {
   const waiting = fleet.nodes.flatMap((node) => node.waiting.map((one) => ({ ...one, at: node })));
+  const running = sum(fleet.nodes.map((node) => node.running));
   const clients = fleet.nodes.flatMap((node) => (node.told.clients ?? []).map((one) => ({ ...one, node })));
   return [
-    h("h1", { class: "lead" }, `${count(sum(fleet.nodes.map((node) => node.running)), "answer")} being made, ${count(waiting.length, "request")} waiting.`),
+    h("h1", { class: "lead" }, running || waiting.length ? `${count(running, "answer")} being made, ${count(waiting.length, "request")} waiting.` : "No request runs or waits."),
     h("div", { style: { "margin-top": "18px" } }, panel("Waiting", waitTable(fleet, waiting))),
     panel("Last requests", requestTable(fleet, fleet.recent.slice(0, 40))),
     panel("Clients", table(["client", "at", "#requests", "#running", "#waiting", "#refused"], clients.map((one) => [joined([one.client, one.user].filter(Boolean)), nodeLink(one.node), one.requests, one.running, one.waiting, one.refused]), "No client has asked yet.")),
@@ -321,56 +346,74 @@ export function settingsView(config) {
 }
 
 export function modelsView(fleet, actions) {
-  const { files, names, doing } = actions;
+  const { files, names, adapters, doing } = actions;
   const own = fleet.own, inMemory = new Map((own.memory?.residents ?? []).map((one) => [one.model, one.state]));
-  const act = (text, path, model, more = {}, tone = "") => h("button", { type: "button", class: `small ${tone}`, disabled: doing.has(model), "data-key": `${path} ${model}`, onclick: () => actions.act(path, model, more) }, text);
+  const act = (text, path, body, tone = "") => h("button", { type: "button", class: `small ${tone}`, disabled: doing.has(body.model), "data-key": `${path} ${body.model}`, "aria-label": `${text} ${body.model}`, onclick: () => (!tone || confirm(`${text} ${body.model} of ${own.name}?`)) && actions.act(path, body) }, text);
+  const led = new Set((own.told.rings?.led ?? []).map((one) => one.name));
+  const bases = own.models.filter((one) => one.role === "verifier" && !led.has(one.model_id)).map((one) => one.model_id);
   const memoryAction = ({ model_id, manifest }) => {
     const state = inMemory.get(model_id);
     if (!manifest) return "";
-    if (!state) return act("Load", "load", model_id);
-    return state === "ready" ? act("Unload", "unload", model_id) : h("span", { class: "soft small" }, state);
+    if (led.has(model_id)) return h("span", { class: "soft small" }, "ring group");
+    if (!state) return act("Load", "models/load", { model: model_id });
+    return state === "ready" ? act("Unload", "models/unload", { model: model_id }) : h("span", { class: "soft small" }, state);
   };
   const pull = (event) => {
     event.preventDefault();
     const field = event.target.elements.model;
-    actions.act("pull", field.value.trim());
+    actions.act("models/pull", { model: field.value.trim() });
     field.value = "";
+  };
+  const add = async (event) => {
+    event.preventDefault();
+    const form = event.target, told = Object.fromEntries([...new FormData(form)].map(([name, value]) => [name, value.trim()]));
+    if (await actions.act("adapters/add", told, told.name)) form.reset();
   };
   return [
     h("h1", { class: "lead" }, `Models of ${own.name}`),
     h("p", { class: "soft" }, "A model is loaded by its first request and leaves memory when others need the room; that is seldom a thing to do by hand."),
     actions.failed && h("ul", { class: "warnings", role: "alert" }, h("li", {}, actions.failed)),
     h("div", { style: { "margin-top": "18px" } }, panel("Served", table(["model", "action", "role", "state", "#running", "#waiting", "#context"], own.models.map((one) => [
-      one.model_id, memoryAction(one), one.role, [stateOf(one), one.load && h("span", { class: "soft small" }, ` ${Object.values(one.load).filter((value) => typeof value === "string").join(", ")}`)], one.running ?? "", one.waiting ?? "", one.context_tokens?.toLocaleString("en") ?? "",
+      one.model_id, memoryAction(one), one.role, stateOf(one), one.running ?? "", one.waiting ?? "", one.context_tokens?.toLocaleString("en") ?? "",
     ]), "It serves no model."))),
-    own.pulls.length > 0 && panel("Downloads", own.pulls.map((one) => h("div", {},
-      h("p", {}, h("b", {}, one.name), ` ${one.phase}, ${bytes(one.done_bytes)}${one.bytes ? ` of ${bytes(one.bytes)}` : ""}, ${bytes(one.bytes_per_second)}/s ${one.sources.length ? `from ${joined(one.sources)}` : ""} ${one.note}`),
-      h("progress", { max: one.bytes || 1, value: one.done_bytes, "aria-label": `Download of ${one.name}` }), act("Stop", "stop", one.name)))),
+    downloads(fleet, act),
     panel("On the disks of the fleet",
       h("form", { class: "line", style: { "margin-bottom": "10px" }, onsubmit: pull }, h("label", { class: "unseen", for: "pull" }, "Model to pull"), h("input", { id: "pull", name: "model", required: true, placeholder: "Name in the list, or ORG/NAME of the hub" }), h("button", {}, "Pull")),
       files ? table(["model", "action", "#size", "here", "at peers"], files.data.map((one) => [
-        one.id, !one.path ? act("Pull", "pull", one.id) : one.is_pulled ? act("Remove", "remove", one.id, {}, "danger") : "", bytes(one.bytes), one.path ? [one.is_pulled ? "pulled" : "yes", one.is_kept && "kept", one.loaded_as ? "loaded" : one.configured_as && "configured"].filter(Boolean).join(", ") : "no", joined([...one.peers, ...one.fetching.map((name) => `${name} (comes)`)]),
+        one.id, !one.path ? act("Pull", "models/pull", { model: one.id }) : one.is_pulled ? act("Remove", "models/remove", { model: one.id }, "danger") : "", bytes(one.bytes), one.path ? [one.is_pulled ? "pulled" : "yes", one.is_kept && "kept", one.loaded_as ? "loaded" : one.configured_as && "configured"].filter(Boolean).join(", ") : "no", joined([...one.peers, ...one.fetching.map((name) => `${name} (comes)`)]),
       ]), "No model lies on the disks of this node and its peers.") : empty("Reading…")),
-    panel("Adapters", table(["adapter", "base", "in a slot on", "#in use", "#uses a minute"], adapterRows(fleet, names), "No adapter is registered. Register one with kakeya adapters add.")),
+    panel("Adapters",
+      bases.length > 0 && h("form", { class: "line", style: { "margin-bottom": "10px" }, onsubmit: add },
+        field("adapter-name", "Name", { name: "name", size: "12" }),
+        h("label", { class: "unseen", for: "adapter-base" }, "Base of the adapter"), h("select", { id: "adapter-base", name: "base" }, bases.map((name) => h("option", { value: name }, name))),
+        field("adapter-folder", `Folder on ${own.name}`, { name: "folder" }), h("button", {}, "Add")),
+      table(["adapter", "action", "state", "#size", "#rank", "in a slot on", "#in use", "#uses a minute"], adapterRows(fleet, adapters ?? [], names ?? [], act), adapters ? "No adapter is registered." : "Reading…")),
   ];
 }
 
-function adapterRows(fleet, names) {
+const field = (id, said, more) => [h("label", { class: "unseen", for: id }, said), h("input", { id, required: true, placeholder: said, ...more })];
+
+/** Those of this node, and those that only peers have. */
+function adapterRows(fleet, own, names, act) {
   const hot = fleet.nodes.flatMap((node) => Object.entries(node.told.adapters?.models ?? {}).flatMap(([base, told]) => told.hot.map((one) => ({ ...one, base, node, slots: told.slots }))));
-  const known = (names?.data ?? []).filter((one) => one.parent);
-  return known.map((one) => {
-    const uses = hot.filter((other) => other.adapter.split("@")[0] === one.id);
-    return [one.id, one.parent, uses.length ? joined(uses.map((other) => other.node.name)) : "none", uses.length ? sum(uses.map((other) => other.leases)) : 0, uses.length ? Math.round(sum(uses.map((other) => other.uses))) : 0];
+  const others = names.filter((one) => one.parent && !own.some((other) => other.id === one.id));
+  return [...own, ...others].map((one) => {
+    const uses = hot.filter((other) => other.adapter.split("@")[0] === one.id), tone = { hot: "good", warm: "accent" }[one.tier] ?? "";
+    return [
+      one.id, one.tier ? act("Remove", "adapters/remove", { model: one.id }, "danger") : "", one.problem ? badge("bad", one.problem) : one.tier ? [badge(tone, one.tier), ` ${one.precision}`] : "at peers", one.bytes ? bytes(one.bytes) : "", one.rank ?? "",
+      joined(uses.map((other) => other.node.name)), sum(uses.map((other) => other.leases)), Math.round(sum(uses.map((other) => other.uses))),
+    ];
   });
 }
 
 export function leasesView(fleet) {
   const rows = fleet.nodes.flatMap((node) => (node.memory?.leases?.leases ?? []).map((one) => ({ ...one, node })));
+  const held = rows.filter((one) => one.state === "granted");
   const problems = fleet.nodes.map((node) => node.memory?.leases?.problem).filter(Boolean);
   return [
-    h("h1", { class: "lead" }, rows.length ? `${count(rows.length, "lease")} of other processes.` : "No other process leases memory."),
+    h("h1", { class: "lead" }, held.length ? `${bytes(sum(held.map((one) => one.bytes)))} leased to ${count(held.length, "other process", "other processes")}.` : "No other process leases memory."),
     h("p", { class: "soft" }, "A job beside the models, such as training, leases its memory with kakeya lease run."),
     warnings(problems),
-    h("div", { style: { "margin-top": "18px" } }, panel("Leases", table(["name", "at", "state", "priority", "#leased", "#used", "#for over", "note"], rows.map((one) => [one.name, nodeLink(one.node), badge(one.is_over ? "warn" : one.state === "held" ? "good" : "", one.state), one.priority, bytes(one.bytes), bytes(one.used_bytes ?? 0), seconds(one.for_s), one.note]), "None now."))),
+    h("div", { style: { "margin-top": "18px" } }, panel("Leases", table(["name", "at", "state", "priority", "#leased", "#used", "#for over", "note"], rows.map((one) => [one.name, nodeLink(one.node), badge(one.is_over ? "warn" : { granted: "good", waiting: "accent" }[one.state] ?? "", one.state), one.priority, bytes(one.bytes), bytes(one.used_bytes ?? 0), seconds(one.for_s), [...one.resources, one.is_over && "uses more than it leased", one.note].filter(Boolean).join(", ")]), "None now."))),
   ];
 }
