@@ -1,9 +1,9 @@
 """The command line beside the daemon: status, plan, generate, explain, demo, doctor, and others.
 
 Each command finds the node that runs in the data directory. Status, plan, generate, explain,
-config, ring and jobs also take `--node HOST:PORT` or `--node https://HOST:PORT`, the address of a
-node's HTTP interface, and send the API key in KAKEYA_API_KEY, if there is one; the others act as
-the owner of a node, on its own machine. Exit status: 0 done, 1 the node refused or does not run,
+config, ring, jobs and bench also take `--node HOST:PORT` or `--node https://HOST:PORT`, the address
+of a node's HTTP interface, and send the API key in KAKEYA_API_KEY, if there is one; the others act
+as the owner of a node, on its own machine. Exit status: 0 done, 1 the node refused or does not run,
 2 the command line is wrong.
 """
 
@@ -28,6 +28,7 @@ from kakeya.cli import keys as key_cli
 from kakeya.cli import logs, ring_groups, version
 from kakeya.cli import models as model_cli
 from kakeya.cli import ring as ring_cli
+from kakeya.cli.bench import command as bench_cli
 from kakeya.cli.connect import command as connect_cli
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.leases import commands as lease_cli
@@ -79,6 +80,8 @@ def _run(options: argparse.Namespace) -> int:
             from kakeya.cli import doctor
 
             return doctor.run(options, data_dir_of(options))
+        case "bench":
+            return bench_cli.run(options, data_dir_of(options))
         case "lease":
             return lease_cli.run(options)
     for run in _OWNERS:
@@ -148,6 +151,8 @@ def parser() -> argparse.ArgumentParser:
     jobs.add_argument("job_id", nargs="?", default="", metavar="JOB", help="id of a job")
     generate.add_options(_command(commands, "generate", "continue a text, streamed to stdout"))
     chat.add_options(_command(commands, "chat", "talk with a model; /help shows what it can do"))
+    text = "measure a model at this node, keep and compare the results"
+    bench_cli.add_options(_command(commands, "bench", text))
     demo = commands.add_parser("demo", help="two nodes on this machine, four ways to draft")
     demo.add_argument("--json", action="store_true", help="print one JSON object, no table")
     fleet_cli.add_parsers(commands)

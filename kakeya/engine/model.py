@@ -7,7 +7,7 @@ thread, and may raise DeviceLost. A state's `length` counts its tokens with KV; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,8 +35,6 @@ LEAST_CHUNK_TOKENS = 16
 class LoadedFacts(ModelFacts):
     """Facts of a loaded and probed model, with those that only its engine needs."""
 
-    forward_costs_s: Mapping[int, float]
-    """Seconds of one forward by its rows; 1 is the pipelined plain step. {} = not measured."""
     kv_windows: tuple[tuple[int, int], ...] = ()
     """(tokens, bytes of each): of layers that keep only the last so many tokens, beside
     `kv_bytes_per_token`."""

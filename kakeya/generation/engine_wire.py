@@ -208,8 +208,9 @@ _STOP_REASONS = {wire: reason for reason, wire in _REASONS.items()}
 _FACTS = _Pair(
     ModelFacts,
     pb.DescribeResponse,
-    renamed={"load_s": "load_seconds"},
+    renamed={"load_s": "load_seconds", "forward_costs_s": "forward_costs_seconds"},
     forms={
+        "forward_costs_s": (_same, dict),
         "batch_rows": _or(1),
         "prefill_grid": (
             lambda grid: [pb.GridPiece(position=start, tokens=size) for start, size in grid],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,6 +25,8 @@ class ModelFacts:
     mlx_version: str = ""
     tokens_per_second: float = 0.0
     prefill_tokens_per_second: float = 0.0
+    forward_costs_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of one forward by its rows; 1 is the pipelined plain step. {} = not measured."""
     load_s: float = 0.0
     prefill_chunk_tokens: int = 0
     vocabulary_digest: str = ""

@@ -132,7 +132,6 @@ class MlxModel:
             vocabulary_digest=loaded.vocabulary_digest,
             device=str(mx.default_device().type).removeprefix("DeviceType."),
             blas_accelerated=blas_accelerated,
-            forward_costs_s={},
             adapter_slots=loaded.adapters.count if loaded.adapters else 0,
             adapter_rank=loaded.adapters.max_rank if loaded.adapters else 0,
             base_fingerprint=loaded.fingerprint,

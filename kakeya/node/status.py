@@ -235,6 +235,7 @@ def _facts(facts: ModelFacts) -> Json:
         "weight_bytes": facts.weight_bytes,
         "tokens_per_second": facts.tokens_per_second,
         "prefill_tokens_per_second": facts.prefill_tokens_per_second,
+        "verify_ms": {rows: round(s * 1e3, 3) for rows, s in sorted(facts.forward_costs_s.items())},
         "device": facts.device,
     }
 

@@ -43,6 +43,26 @@ Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 class DescribeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ForwardCostsSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_ID_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
@@ -76,6 +96,7 @@ class DescribeResponse(_message.Message):
     LONGEST_TOKENS_FIELD_NUMBER: _builtins.int
     VECTOR_SIZE_FIELD_NUMBER: _builtins.int
     NESTED_SIZES_FIELD_NUMBER: _builtins.int
+    FORWARD_COSTS_SECONDS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     model_path: _builtins.str
     """The local folder that the weights and the tokenizer were read from."""
@@ -144,6 +165,10 @@ class DescribeResponse(_message.Message):
 
     @_builtins.property
     def nested_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def forward_costs_seconds(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Of one forward by the tokens that it verifies; 1 = a plain step. Empty = not measured yet."""
+
     def __init__(
         self,
         *,
@@ -180,10 +205,11 @@ class DescribeResponse(_message.Message):
         longest_tokens: _builtins.int = ...,
         vector_size: _builtins.int = ...,
         nested_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        forward_costs_seconds: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "longest_tokens", b"longest_tokens", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "nested_sizes", b"nested_sizes", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vector_size", b"vector_size", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state", "working_set_bytes", b"working_set_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_rank", b"adapter_rank", "adapter_slots", b"adapter_slots", "base_fingerprint", b"base_fingerprint", "batch_rows", b"batch_rows", "blas_accelerated", b"blas_accelerated", "context_tokens", b"context_tokens", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_costs_seconds", b"forward_costs_seconds", "kv_block_bytes", b"kv_block_bytes", "kv_block_tokens", b"kv_block_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_exactness", b"kv_exactness", "kv_layout", b"kv_layout", "kv_state_bytes", b"kv_state_bytes", "load_seconds", b"load_seconds", "longest_tokens", b"longest_tokens", "mlx_version", b"mlx_version", "model_id", b"model_id", "model_path", b"model_path", "model_thread_silent_seconds", b"model_thread_silent_seconds", "nested_sizes", b"nested_sizes", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_grid", b"prefill_grid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quantization", b"quantization", "tokens_per_second", b"tokens_per_second", "vector_size", b"vector_size", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weight_bytes", b"weight_bytes", "weights_state", b"weights_state", "working_set_bytes", b"working_set_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

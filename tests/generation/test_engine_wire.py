@@ -65,6 +65,7 @@ BY_TYPE: dict[str, st.SearchStrategy] = {
     "tuple[int, ...]": tuples(WHOLE),
     "tuple[str, ...]": tuples(WORDS),
     "tuple[tuple[int, int], ...]": tuples(st.tuples(WHOLE, WHOLE)),
+    "Mapping[int, float]": st.dictionaries(WHOLE, st.floats(0, 1), max_size=3),
     "dict[str, int]": st.dictionaries(WORDS, WHOLE, max_size=3),
     "GenerationPriority": st.sampled_from(GenerationPriority),
     "StopReason": st.sampled_from(StopReason),

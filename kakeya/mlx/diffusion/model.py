@@ -100,7 +100,6 @@ class DiffusionModel:
             blas_accelerated=blas_accelerated,
             base_fingerprint=fingerprint,
             working_set_bytes=working_set_bytes(),
-            forward_costs_s={},
             load_s=time.perf_counter() - started,
         )
         self.tidy()
