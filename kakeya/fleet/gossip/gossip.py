@@ -16,7 +16,14 @@ from typing import overload
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
 from kakeya.core.tasks import Supervisor, every
-from kakeya.fleet.cards.cards import DEFAULT_INTERVAL_S, Card, CardFault, Offer, is_dialable
+from kakeya.fleet.cards.cards import (
+    DEFAULT_INTERVAL_S,
+    MAX_CARD_BYTES,
+    Card,
+    CardFault,
+    Offer,
+    is_dialable,
+)
 from kakeya.fleet.gossip.outcome import Round
 from kakeya.fleet.gossip.round import DEFAULT_TIMEOUT_S, Exchanger
 from kakeya.fleet.gossip.sync import Sync
@@ -116,6 +123,7 @@ class Gossip:
         )
         self._sightings, self._may_dial, self._routes = sightings, may_dial, routes
         self._is_clock_blamed = False
+        self._is_trimmed = False
         self._unheard = set(config.seeds)
         """Seeds that neither answered so far nor were told to be silent."""
         self._wake = asyncio.Event()
@@ -187,6 +195,7 @@ class Gossip:
         self._stats = self._stats.after(done, self._clock.wall())
         self._log_round(done, gone=len(start.gone))
         self._blame_clock()
+        self._tell_of_trimmed()
         if self._on_round is not None:
             self._on_round(done)
         return done
@@ -271,6 +280,13 @@ class Gossip:
                 limit_s=WARN_S,
             )
         self._is_clock_blamed = is_blamed
+
+    def _tell_of_trimmed(self) -> None:
+        left_out = self._registry.own_card.left_out
+        if left_out and not self._is_trimmed:
+            words = "this node's card is full: peers do not hear of all that it offers"
+            event(_log, words, level=logging.WARNING, left_out=left_out, limit=MAX_CARD_BYTES)
+        self._is_trimmed = left_out > 0
 
     def _log_round(self, done: Round, *, gone: int) -> None:
         event(

@@ -25,6 +25,7 @@ from kakeya.fleet.cards.cards import (
     fault_of,
 )
 from kakeya.fleet.cards.convert import MalformedCard, from_wire, to_wire
+from kakeya.fleet.cards.trim import trimmed
 from kakeya.fleet.view.beats import MAX_BEATS, Chain
 
 MAX_JUMP_S = 24 * 3600.0
@@ -81,6 +82,8 @@ class OwnCard:
         self._defended_mono = float("-inf")
         self.on_change: Callable[[], None] = lambda: None
         """Called when the body is new."""
+        self.left_out = 0
+        """Facts of the offer for which the card has no room."""
         self.announce(offer, now=now, mono=mono)
 
     # --- queries
@@ -132,7 +135,8 @@ class OwnCard:
     # --- announcing
 
     def announce(self, offer: Offer, *, now: float, mono: float) -> Card:
-        """Make a new body. Raises InvalidArgument for an offer that peers would drop."""
+        """Make a new body, without the facts for which it has no room (`left_out`). Raises
+        InvalidArgument for an offer that peers would drop."""
         # Stamps go on at the pace of the monotonic clock at least, so a wall clock that was set
         # back neither repeats a stamp nor lets the card age out at the peers.
         elapsed_s = max(mono - self._stamped_mono, _STEP_S)
@@ -141,19 +145,23 @@ class OwnCard:
         told = offer
         if self.is_leaving:
             told = replace(offer, models=(), caches=(), ttl_s=FAREWELL_TTL_S)
-        wire = to_wire(
-            self.node_id,
-            told,
-            incarnation=self.incarnation,
-            announced_at=announced_at,
-            life=self.life,
-            anchor=b"" if chain is None else chain.anchor,
-            is_leaving=self.is_leaving,
-            started_at=self.started_at,
-        )
-        if self._trust is not None:
-            wire = self._trust.seal(wire)
+
+        def make(told: Offer) -> bytes:
+            wire = to_wire(
+                self.node_id,
+                told,
+                incarnation=self.incarnation,
+                announced_at=announced_at,
+                life=self.life,
+                anchor=b"" if chain is None else chain.anchor,
+                is_leaving=self.is_leaving,
+                started_at=self.started_at,
+            )
+            return wire if self._trust is None else self._trust.seal(wire)
+
+        wire, left_out = trimmed(told, make)
         self._card = self._checked(wire, offer, announced_at)
+        self.left_out = left_out
         self._offer, self._chain, self._number = offer, chain, 0
         self._stamped_at, self._stamped_mono = announced_at, mono
         self._beat_mono = mono

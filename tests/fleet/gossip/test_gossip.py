@@ -332,3 +332,19 @@ def test_between_nodes_with_digests_a_full_exchange_of_a_large_fleet_is_a_draw()
         sync.answering_batch(join_cards([make_wire("old", is_plain=True)]), now=NOW, mono=0.0)
     )
     assert len(split_cards(plain.response)) == 1003  # with me, you and old
+
+
+async def test_a_card_without_room_for_all_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    many = [verifier(f"{at:02}" + "m" * 200) for at in range(64)]
+    registry = make_registry("me", models=many)
+    channels = Channels()
+    gossip = Gossip(
+        registry, GossipConfig(), channels=channels, clock=FakeClock(), rng=random.Random(1)
+    )
+    for _ in range(3):
+        await gossip.round(())
+    await channels.aclose()
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.message.partition(":")[0] for record in told] == ["this node's card is full"]
