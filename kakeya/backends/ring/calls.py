@@ -110,6 +110,8 @@ class RingPeer:
                     if first.HasField("lent"):
                         break
                     if first.is_ended:
+                        # Told here: the group gives its other memory back before it ends.
+                        event(_log, "ring group was ended", group=order.spec.name, by=self.label)
                         raise GroupEnded(
                             f"{order.spec.name} was ended on {self.label} while this node was away"
                         )

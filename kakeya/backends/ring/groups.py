@@ -194,11 +194,14 @@ class RingGroups:
         others = () if is_for_leader else await self._peers.groups()
         leaders = {str(one["name"]): str(one["leader"]) for one in others}
         if name in leaders:
-            return await self._peers.get(leaders[name]).end_group(name)
+            note = await self._peers.get(leaders[name]).end_group(name)
+            await self.members.forget(name)
+            return note
         if leader := self.members.leader(name):
             with contextlib.suppress(NotFound):
                 return await self._end_of(leader, name, may_ask=not is_for_leader)
         if not is_for_leader:
+            await self.members.forget(name)
             for peer in self._peers.all():
                 with contextlib.suppress(KakeyaError):
                     return await peer.end_group(name)
@@ -217,13 +220,15 @@ class RingGroups:
             if not may_ask and self._peers.are_live([leader]):
                 raise NotFound(f"{label} leads it, and is there to be asked")
             if may_ask:
-                return await peer.end_group(name)
+                note = await peer.end_group(name)
+                await self.members.forget(name)
+                return note
         except (PeerUnavailable, DeadlineExceeded) as away:
             event(_log, "the leader of an ended group is away", group=name, why=away.message)
         await self.members.end(name)
         return (
-            f"{label}, which leads it, does not answer; it ends the group once it is back and asks "
-            "for its ranks"
+            f"{label}, which led it when a rank was here, does not answer; if it still has the "
+            "group, it ends it once it is back and asks for its ranks"
         )
 
     async def groups(self, *, is_for_fleet: bool) -> Sequence[Json]:

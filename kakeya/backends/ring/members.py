@@ -73,6 +73,11 @@ class Memberships:
         self._ended = [*self._ended, wish][-MOST:]
         await self._save()
 
+    async def forget(self, name: str) -> None:
+        """Forget a group that its leader has ended."""
+        if self._hosted.pop(name, None) is not None:
+            await self._save()
+
     async def _save(self) -> None:
         """Write it down. A full disk costs a restart what is new."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -360,7 +361,7 @@ async def test_a_member_ends_the_wish_of_a_leader_that_is_away(tmp_path: Path) -
         await member.members.note("big", "mini-1", "wish-1")
         peers.known = {"mini-1": Answering(gone)}
         said = await member.end_group("big", is_for_leader=False)
-        assert said.startswith("mini-1, which leads it, does not answer; it ends the group once")
+        assert said.startswith("mini-1, which led it when a rank was here, does not answer; if it")
     assert member.members.is_ended("wish-1")
     await member.members.note("big", "mini-1", "wish-2")
     peers.away = ("mini-1",)
@@ -368,6 +369,21 @@ async def test_a_member_ends_the_wish_of_a_leader_that_is_away(tmp_path: Path) -
     assert member.members.is_ended("wish-2")
     with pytest.raises(NotFound):
         await member.end_group("big", is_for_leader=True)
+
+
+@pytest.mark.parametrize("answer", ["", NotFound("none")])
+async def test_nothing_is_promised_for_a_group_that_its_leader_ended(
+    tmp_path: Path, answer: str | KakeyaError
+) -> None:
+    member = Leader(tmp_path).groups
+    peers: Any = member._peers
+    await member.members.note("big", "mini-1", "wish-1")
+    peers.known = {"mini-1": Answering(answer)}
+    with contextlib.suppress(NotFound):
+        assert await member.end_group("big", is_for_leader=False) == answer
+    peers.known, peers.away = {}, ("mini-1",)
+    with pytest.raises(NotFound, match="no ring group is called 'big'"):
+        await member.end_group("big", is_for_leader=False)
 
 
 async def test_a_node_that_has_no_rank_asks_those_that_may_have(tmp_path: Path) -> None:
