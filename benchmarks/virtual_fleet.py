@@ -58,16 +58,23 @@ class VirtualNode:
     """One machine and, while it is up, its agent's fleet plane."""
 
     def __init__(
-        self, fleet: VirtualFleet, name: str, *, clock: NodeClock, seeds: tuple[str, ...]
+        self,
+        fleet: VirtualFleet,
+        name: str,
+        *,
+        clock: NodeClock,
+        seeds: tuple[str, ...],
+        address: str = "",
+        memory: RegistryState | None = None,
     ) -> None:
         self.name = name
-        self.address = address_of(name)
+        self.address = address or address_of(name)
         self.clock = clock
         self.is_up = False
         self.changed_at = 0.0
         """Loop time of the last start or end."""
         self._fleet, self._seeds = fleet, seeds
-        self._memory = RegistryState()
+        self._memory = memory or RegistryState()
         self._build()
 
     def _build(self) -> None:
@@ -124,8 +131,12 @@ class VirtualNode:
 
         What the node would have written to its disk is what it knows now.
         """
-        self._memory = self.registry.memory(now=self.clock.wall(), mono=self.clock.mono())
+        self._memory = self.memory()
         await self.suspend()
+
+    def memory(self) -> RegistryState:
+        """What the node would write to its disk now."""
+        return self.registry.memory(now=self.clock.wall(), mono=self.clock.mono())
 
     async def suspend(self) -> None:
         """Close the lid: no call is answered and nothing runs, but the process stays."""
@@ -148,8 +159,10 @@ class VirtualNode:
         await self.gossip.farewell()
         await self.kill()
 
-    def restart(self) -> None:
-        """Come up again as a new process of the same node, with what is on its disk."""
+    def restart(self, memory: RegistryState | None = None) -> None:
+        """Come up again as a new process of the same node, with what is on its disk: what it wrote
+        at its end, or the given one."""
+        self._memory = self._memory if memory is None else memory
         self._build()
         self.start()
 
@@ -176,7 +189,8 @@ class VirtualFleet:
     `skews_s` says how wrong each clock is, `contacts` which nodes' addresses each is given as
     seeds. `registry_type` and `routes` (where a card's node is dialled) are where a control weakens
     the product. `has_probes`: nodes that do not answer are probed, as the product does; that has a
-    part in who is given work, not in who is shown.
+    part in who is given work, not in who is shown. `limit` bounds the cards of a registry; 0 = that
+    of the product, or twice the nodes.
     """
 
     def __init__(
@@ -191,6 +205,7 @@ class VirtualFleet:
         registry_type: type[CapabilityRegistry] = CapabilityRegistry,
         routes: Callable[[Card], str] = lambda card: card.grpc_address,
         has_probes: bool = False,
+        limit: int = 0,
     ) -> None:
         self.pace = pace or Pace()
         self.rng = random.Random(seed)
@@ -199,7 +214,7 @@ class VirtualFleet:
         self.routes = routes
         self.has_probes = has_probes
         self.index = CardIndex(is_shared=True)
-        self.limit = max(4096, 2 * count)
+        self.limit = limit or max(4096, 2 * count)
         self.config = GossipConfig(interval_s=self.pace.interval_s, fanout=self.pace.fanout)
         self.nodes: dict[str, VirtualNode] = {}
         self.changed_at = 0.0

@@ -74,13 +74,14 @@ class VirtualNetwork:
     """Servers by address and the fate of each message between them.
 
     `loss` is the share of messages that vanish, requests and answers each for themselves.
-    `is_cut(source, target)` says who cannot call whom at all. `sent_bytes` counts payload by
-    (sender, path).
+    `is_cut(source, target)` says which calls are lost at all, `lag_s(source, target)` by how many
+    seconds each message of a call is late. `sent_bytes` counts payload by (sender, path).
     """
 
     def __init__(self, rng: random.Random, *, loss: float = 0.0, latency_s: float = 0.001) -> None:
         self.loss = loss
         self.is_cut: Callable[[str, str], bool] | None = None
+        self.lag_s: Callable[[str, str], float] = lambda source, target: 0.0
         self.servers: dict[str, VirtualServer] = {}
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
         self.calls = 0
@@ -99,7 +100,8 @@ class VirtualNetwork:
         self.calls += 1
         self.sent_bytes[source, path] += len(request)
         is_cut = self.is_cut is not None and self.is_cut(source, target)
-        await self._carry(deadline, is_cut=is_cut)
+        lag_s = self.lag_s(source, target)
+        await self._carry(deadline, is_cut=is_cut, lag_s=lag_s)
         server = self.servers.get(target)
         if server is None:
             raise _failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
@@ -111,14 +113,15 @@ class VirtualNetwork:
         except _Aborted as aborted:
             raise _failure(aborted.code, aborted.details) from aborted
         self.sent_bytes[target, path] += len(answer)
-        await self._carry(deadline, is_cut=is_cut)
+        await self._carry(deadline, is_cut=is_cut, lag_s=lag_s)
         return answer
 
-    async def _carry(self, deadline: float, *, is_cut: bool) -> None:
-        if is_cut or self._rng.random() < self.loss:
-            await asyncio.sleep(deadline - asyncio.get_running_loop().time())
+    async def _carry(self, deadline: float, *, is_cut: bool, lag_s: float) -> None:
+        left_s = deadline - asyncio.get_running_loop().time()
+        if is_cut or self._rng.random() < self.loss or lag_s >= left_s:
+            await asyncio.sleep(left_s)
             raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded")
-        await asyncio.sleep(self._latency_s * (0.5 + self._rng.random()))
+        await asyncio.sleep(lag_s + self._latency_s * (0.5 + self._rng.random()))
 
 
 def _failure(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:

@@ -41,7 +41,7 @@ from benchmarks.shelf_drill.clients import (
     openai_loop,
     undisturbed,
 )
-from benchmarks.shelf_drill.faults import FLAGS, RING_FLAGS, Faults, start
+from benchmarks.shelf_drill.faults import ENGINES, FLAGS, RING_FLAGS, Faults, start
 from benchmarks.shelf_drill.rolling import roll
 from kakeya.cli.child import NodeProcess
 from kakeya.generation.spec import EMBEDDED_FOLDER
@@ -87,8 +87,8 @@ async def drill(minis: Sequence[Mini], folder: Path, minutes: float, seed: int) 
     async with client_of(HTTP) as openai:
         known = await undisturbed(openai)
     faults, until = Faults(random.Random(seed), FLAGS), _in(minutes)
-    work = [faults.trouble(front, until, engines=True)]
-    work += [faults.trouble(mini, until, engines=False) for mini in others]
+    work = [faults.trouble(front, until, kinds=ENGINES, rests_x=4.0)]
+    work += [faults.trouble(mini, until) for mini in others]
     return await disturbed(front, known, faults, work, folder, minutes, seed)
 
 
@@ -114,8 +114,8 @@ async def ring_drill(minis: Sequence[Mini], folder: Path, minutes: float, seed: 
     ]
     faults, until = Faults(random.Random(seed), RING_FLAGS), _in(minutes)
     leader, member = others
-    work = [faults.trouble(leader, until, engines=True)]
-    work.append(faults.trouble(member, until, engines=False))
+    work = [faults.trouble(leader, until, kinds=ENGINES, rests_x=4.0)]
+    work.append(faults.trouble(member, until))
     tally = await disturbed(front, known, faults, work, folder, minutes, seed)
     tally.note("any node", "same" if len({*texts}) == 1 else "wrong", str(texts))
     await asyncio.to_thread(said, front, "ring", "status")

@@ -157,8 +157,11 @@ async def openai_loop(
     tally: Tally,
     goes_on: Callable[[], bool],
     rng: random.Random,
+    *,
+    rest_s: float = 1.0,
 ) -> None:
-    """One request after the other; a refused one comes again when it was told to."""
+    """One request after the other, with rests of up to `rest_s` between them; a refused one comes
+    again when it was told to."""
     async with client_of(address) as openai:
         while goes_on():
             name = rng.choice(list(known))
@@ -166,7 +169,7 @@ async def openai_loop(
             while again_s is not None and goes_on():
                 await asyncio.sleep(again_s)
                 again_s = await ask(openai, name, *known[name], tally)
-            await asyncio.sleep(rng.uniform(0, 1))
+            await asyncio.sleep(rng.uniform(0, rest_s))
 
 
 def client_of(address: str) -> AsyncOpenAI:

@@ -23,6 +23,8 @@ _REST_S = (3.0, 15.0)
 _LAST_S = (0.5, 25.0)
 """How long a fault lasts that ends by itself."""
 _PATIENCE_S = "40"
+ENGINES = ("engine killed", "engine stopped")
+"""The faults of a machine whose agent and links must last."""
 
 
 class Faults:
@@ -33,7 +35,7 @@ class Faults:
         self._rng = rng
         self._flags = flags
         self.done: Counter[str] = Counter()
-        self._kinds: dict[str, Callable[[Mini], Awaitable[None]]] = {
+        self.kinds: dict[str, Callable[[Mini], Awaitable[None]]] = {
             "engine killed": self._kill_engine,
             "engine stopped": self._stop_engine,
             "agent killed": self._kill,
@@ -43,18 +45,25 @@ class Faults:
             "drained": self._drain,
         }
 
-    async def trouble(self, mini: Mini, goes_on: Callable[[], bool], *, engines: bool) -> None:
-        """Let a machine have faults, of its engines alone or any, with rests between them."""
-        kinds = [kind for kind in self._kinds if not engines or kind.startswith("engine")]
+    async def trouble(
+        self,
+        mini: Mini,
+        goes_on: Callable[[], bool],
+        *,
+        kinds: Sequence[str] = (),
+        rests_x: float = 1.0,
+    ) -> None:
+        """Let a machine have faults of these kinds (none = any), with rests between them that are
+        so many times as long as usual."""
         while True:
-            await asyncio.sleep(self._rng.uniform(*_REST_S) * (4 if engines else 1))
+            await asyncio.sleep(self._rng.uniform(*_REST_S) * rests_x)
             if not goes_on():
                 return
-            kind = self._rng.choice(kinds)
+            kind = self._rng.choice(kinds or list(self.kinds))
             print(f"{time.strftime('%T')} {mini.label}: {kind}", flush=True)
             self.done[kind] += 1
             began = time.monotonic()
-            await self._kinds[kind](mini)
+            await self.kinds[kind](mini)
             took_s = time.monotonic() - began
             print(f"{time.strftime('%T')} {mini.label}: back, {took_s:.1f} s", flush=True)
 

@@ -14,7 +14,10 @@ from typing import Any
 def adds_up(status: dict[str, Any]) -> list[str]:
     """What of a node's own figures cannot be."""
     pages, prefixes = status["adapters"]["pages"], status["prefixes"]
-    total, parts = pages["total"], [pages[name] for name in ("free", "pinned", "evictable")]
+    total, parts = (
+        pages["total"],
+        [pages[name] for name in ("free", "pinned", "dirty", "evictable")],
+    )
     disk = prefixes["disk"]
     checks = {
         f"pages {pages}": sum(parts) == total and min(parts) >= 0,

@@ -1,0 +1,56 @@
+"""Slopes of what a process holds, by the median of the slopes of all pairs of samples (Theil and
+Sen): a few wild samples do not move it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_POINTS = 400
+"""More samples are thinned: the pairs of 400 are 80,000."""
+Point = tuple[float, float]
+"""Hours, and a value."""
+
+
+def slope(points: Sequence[Point]) -> float:
+    """By how much the value grows in an hour; 0 = fewer than two moments."""
+    step = -(-len(points) // MOST_POINTS) or 1
+    kept = points[::step]
+    slopes = [
+        (b[1] - a[1]) / (b[0] - a[0])
+        for at, a in enumerate(kept)
+        for b in kept[at + 1 :]
+        if b[0] > a[0]
+    ]
+    return statistics.median(slopes) if slopes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One row of the table: what must hold, and what was seen."""
+
+    what: str
+    seen: str
+    goal: str
+    is_met: bool
+
+    def __str__(self) -> str:
+        return f"{'ok' if self.is_met else 'NOT':<4}{self.what:<50} {self.seen:<34} {self.goal}"
+
+
+def none_of(what: str, problems: Sequence[str]) -> Verdict:
+    """The row of something that must never be seen; the first problem stands in it."""
+    seen = "0" if not problems else f"{len(problems)}: {problems[0][:160]}"
+    return Verdict(what=what, seen=seen, goal="0", is_met=not problems)
+
+
+def flat(what: str, points: Sequence[Point], most: float, *, unit: str) -> Verdict:
+    """The row of a value that must not grow by more than `most` an hour."""
+    grows = slope(points)
+    return Verdict(
+        what=f"{what}, {len(points)} samples",
+        seen=f"{grows:+.3g} {unit}/h",
+        goal=f"<= {most:g} {unit}/h",
+        is_met=grows <= most,
+    )
