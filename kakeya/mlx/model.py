@@ -179,10 +179,13 @@ class MlxModel:
             opened=self.open,
             has_room=self._has_room,
         )
+        event(_log, "speed is measured while no request waits", model=self._loaded.model_id)
         for pause_s in probe.slices():
             self._learn(probe.speeds)
             yield pause_s
         self._learn(probe.speeds)
+        if not probe.speeds.forwards_s:
+            event(_log, "speed not measured: never quiet enough", model=self._loaded.model_id)
         self._tidy_up()
 
     def _check(self) -> Generator[None, None, None]:

@@ -128,8 +128,11 @@ async def opened(
 
 
 @asynccontextmanager
-async def told(browser: Browser, shelf: Shelf, sections: object) -> AsyncIterator[Page]:
-    """The page with sections of its node that are hard to bring about: a long wait, a slow pull."""
+async def told(
+    browser: Browser, shelf: Shelf, sections: object, of_peer: object = None
+) -> AsyncIterator[Page]:
+    """The page with sections of its node that are hard to bring about: a long wait, a slow pull;
+    and with sections of one peer."""
     async with (
         httpx.AsyncClient() as client,
         client.stream("GET", f"{shelf.base}{EVENTS}") as stream,
@@ -138,6 +141,9 @@ async def told(browser: Browser, shelf: Shelf, sections: object) -> AsyncIterato
         facts = json.loads((await anext(lines)).removeprefix("data: "))
     (own,) = (one for one in facts["nodes"].values() if one.get("card", {}).get("is_self"))
     own |= sections
+    if of_peer is not None:
+        (*_, peer) = (one for one in facts["nodes"].values() if one is not own)
+        peer |= of_peer
 
     async def tell(route: Route) -> None:
         body = f"data: {json.dumps(facts)}\n\n"
@@ -455,6 +461,22 @@ async def simulate(address: str) -> None:
         )
         done = await exchange_once(registry, [address], rng=random.Random(number))
         assert not done.errors
+
+
+@pytest.mark.parametrize("odd", [{"models": 5}, {"memory": {"residents": 1}}])
+async def test_a_peer_that_tells_nonsense_stops_no_page(
+    browser: Browser, shelf: Shelf, odd: dict[str, object]
+) -> None:
+    async with told(browser, shelf, {}, odd) as page:
+        faults: list[str] = []
+        page.on("pageerror", lambda fault: faults.append(str(fault)))
+        for view in VIEWS:
+            await page.goto(f"{shelf.base}/#/{view}")
+            await page.locator("main h1").wait_for(state="attached")
+        await page.goto(f"{shelf.base}/#/")
+        await expect(page.locator(".tile")).to_have_count(3)
+        await expect(page.locator(".tile .badge", has_text="unreadable")).to_have_count(1)
+        assert faults == []
 
 
 async def test_axe_finds_no_serious_fault(browser: Browser, shelf: Shelf) -> None:

@@ -229,6 +229,8 @@ def _models(models: Iterable[Json]) -> Table:
         state, load = str(model.get("state")), _object(model, "load")
         if load:
             state += f", {load.get('at')}, {_seconds(load.get('seconds'))}"
+        elif (state, model.get("role"), model.get("tokens_per_second")) == ("ready", "verifier", 0):
+            state += ", speed not measured yet"
         error = model.get("error")
         table.add_row(
             escape(str(model.get("model_id"))),

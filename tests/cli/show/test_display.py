@@ -79,3 +79,10 @@ def test_requests_that_wait_for_the_same_are_one_line(capsys) -> None:
 def test_a_pipe_gets_addresses_whole(capsys) -> None:
     show_status(STATUS)
     assert "10.88.0.9" in capsys.readouterr().out
+
+
+def test_a_model_serves_before_its_speed_is_measured(capsys) -> None:
+    model = {"model_id": "a", "role": "verifier", "state": "ready", "tokens_per_second": 0}
+    for role, is_told in (("verifier", True), ("embedder", False)):
+        show_status({**STATUS, "models": [{**model, "role": role}]})
+        assert ("not measured" in capsys.readouterr().out) == is_told

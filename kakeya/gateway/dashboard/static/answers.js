@@ -8,13 +8,14 @@ const SLOW = 0.7;
 const USUAL_RTT_MS = { loopback: 5, thunderbolt: 3, lan: 10, tailscale: 60, public: 150 };
 const KINDS = { loopback: "local", thunderbolt: "Thunderbolt", lan: "LAN", tailscale: "Tailscale", public: "internet" };
 
-/** The fleet, from the sections of all nodes by node id; this node first, the others by name. */
-export function fleetOf(sections) {
-  const nodes = Object.entries(sections).map(([id, told]) => nodeOf(id, told)).filter((node) => node.card);
+/** The fleet, from the sections of all nodes by node id; this node first, the others by name. Of `odd` nodes only the card counts, which this node made. */
+export function fleetOf(sections, odd = new Set()) {
+  const nodes = Object.entries(sections).map(([id, told]) => nodeOf(id, odd.has(id) ? { card: told.card } : told)).filter((node) => node.card);
   nodes.sort((a, b) => b.isSelf - a.isSelf || a.name.localeCompare(b.name, undefined, { numeric: true }));
   const byId = new Map(nodes.map((node) => [node.id, node]));
   const own = nodes.find((node) => node.isSelf) ?? null;
   for (const node of nodes) node.problems = problemsOf(node);
+  for (const node of nodes) if (odd.has(node.id)) node.problems.push(["warn", "what it tells of itself cannot be read here: is it of another version?", "unreadable"]);
   const nameOf = (id) => byId.get(id)?.name ?? id;
   return { nodes, own, byId, nameOf, fleet: own?.told.fleet ?? {}, recent: recentOf(nodes) };
 }

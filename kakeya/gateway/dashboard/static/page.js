@@ -11,7 +11,7 @@ const VIEWS = [["", "Fleet"], ["chat", "Chat"], ["requests", "Requests"], ["memo
 const KEY = "kakeya.key", THEME = "kakeya.theme";
 const find = (id) => document.getElementById(id);
 
-const page = { sections: {}, fleet: fleetOf({}), link: "opening", problem: "", needsKey: false, config: null, explained: new Map(), due: false, said: "", stop: new AbortController() };
+const page = { sections: Object.create(null), odd: new Set(), fleet: fleetOf({}), link: "opening", problem: "", needsKey: false, config: null, explained: new Map(), due: false, said: "", stop: new AbortController() };
 
 // Calls of the node's API.
 
@@ -76,12 +76,23 @@ async function watch() {
 
 function take(nodes) {
   for (const [id, told] of Object.entries(nodes)) {
-    const known = (page.sections[id] ??= {});
+    const known = (page.sections[id] ??= Object.create(null));
+    page.odd.delete(id);
     for (const [name, value] of Object.entries(told)) if (value === null) delete known[name]; else known[name] = value;
     if (!Object.keys(known).length) delete page.sections[id];
   }
-  page.fleet = fleetOf(page.sections);
+  readable(() => null);
   show();
+}
+
+/** Read the fleet, and make what depends on it. A peer tells of itself what it likes: where that stops the making, only the peer's card counts, until it tells other facts. */
+function readable(make) {
+  const tried = (odd) => { page.fleet = fleetOf(page.sections, odd); return make(); };
+  try { return tried(page.odd); } catch (problem) { console.warn(problem); }
+  const peers = Object.keys(page.sections).filter((id) => !page.sections[id].card?.is_self);
+  const isOdd = (id) => { try { tried(new Set(peers.filter((other) => other !== id))); return false; } catch { return true; } };
+  page.odd = new Set(peers.filter(isOdd));
+  return tried(page.odd);
 }
 
 /** Show what is known at the next frame, once however many facts came. */
@@ -194,7 +205,7 @@ function draw() {
   document.body.dataset.view = view || "fleet";
   const at = { ask: "", node: "", request: "requests" }[view] ?? view;
   morphChildren(find("nav"), [h("ul", {}, VIEWS.map(([key, name]) => h("li", { class: key === "chat" && "only-chat" }, h("a", { href: `#/${key}`, "aria-current": key === at && "page" }, name))))]);
-  morphChildren(find("main"), drawn().flat(9).filter(Boolean));
+  morphChildren(find("main"), readable(drawn).flat(9).filter(Boolean));
   const link = find("link"), said = { open: "live", lost: "no connection", opening: "connecting" }[page.needsKey ? "lost" : page.link];
   link.dataset.state = page.link;
   if (link.textContent !== said) link.textContent = said;
