@@ -7,5 +7,5 @@ import sys
 from kakeya.cli import demo
 
 if __name__ == "__main__":
-    demo.ROUNDS, demo.PROMPT_TOKENS, demo.NEW_TOKENS = 1, 128, 48
+    demo.ROUNDS, demo.PROMPT_TOKENS, demo.NEW_TOKENS = 1, 128, 24
     sys.exit(demo.run_demo(as_json=True))

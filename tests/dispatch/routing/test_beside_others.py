@@ -37,7 +37,13 @@ def first_s(calls: list[Call]) -> float:
     return mean(call.first_s - call.issued_s for call in calls)
 
 
-@pytest.mark.parametrize("ours", [OURS, FOUR], ids=["one address", "four addresses"])
+@pytest.mark.parametrize(
+    "ours",
+    [
+        pytest.param(OURS, id="one address", marks=pytest.mark.slow),
+        pytest.param(FOUR, id="four addresses"),
+    ],
+)
 @pytest.mark.parametrize(
     ("trace", "load"), [("coding", 1.4), pytest.param("chat", 0.7, marks=pytest.mark.slow)]
 )

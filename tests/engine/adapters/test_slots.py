@@ -82,13 +82,18 @@ def mlx_lms(folder: Path | None, prompt: list[int], count: int) -> list[int]:
     return [int(token) for token, _ in steps]
 
 
+@pytest.mark.parametrize(
+    "folders",
+    [FOLDERS[:4], pytest.param(FOLDERS[4:], marks=pytest.mark.slow)],
+    ids=["of each kind", "others"],
+)
 def test_each_adapter_computes_what_mlx_lm_computes_with_it(
-    rig: AdapterRig, prompt: list[int]
+    rig: AdapterRig, prompt: list[int], folders: list[Path]
 ) -> None:
     load_all(rig)
     base = mlx_lms(None, prompt, 16)
     assert rig.alone(job(prompt)) == base
-    for folder in FOLDERS:
+    for folder in folders:
         expected = mlx_lms(folder, prompt, 16)
         assert rig.alone(job(prompt, folder.name)) == expected
         assert expected != base

@@ -28,6 +28,7 @@ from kakeya.mlx.lora import AdapterSlots
 from kakeya.mlx.model import MlxModel
 from kakeya.mlx.verifier import MlxVerifier
 from tests.arithmetic import own_arithmetic
+from tests.laws import law
 from tests.mlx.random_models import VOCAB, write_model
 
 SLOTS = 3
@@ -188,7 +189,7 @@ class QuantizedKv:
 
 
 @own_arithmetic
-@settings(max_examples=12, deadline=None)
+@law(12, part=3)
 @given(
     made=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5)), min_size=2, max_size=5),
     rounds=st.lists(st.tuples(st.integers(1, 31), st.integers(0, 1)), min_size=3, max_size=10),
