@@ -20,6 +20,7 @@ from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
 from kakeya.cli.talk.generate import models_of
 from kakeya.core.errors import ConfigError, KakeyaError, NotFound
 from kakeya.core.files import write_atomically
+from kakeya.core.host import unified_memory_bytes
 from kakeya.core.hosts import is_loopback_host
 from kakeya.core.settings import nearest, split_address
 from kakeya.core.units import printable
@@ -135,10 +136,14 @@ def _work(bench: NodeBench, context_tokens: int) -> KakeyaError | KeyboardInterr
 
 def _load(address: str) -> str:
     """A sentence where this machine, with the node, is busy before the first request."""
-    if not is_loopback_host(split_address(address)[0]):
+    if not _is_here(address):
         return ""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     return f"the machine was busy: load {load:.1f} on {cores} cores" if load > _BUSY * cores else ""
+
+
+def _is_here(address: str) -> bool:
+    return is_loopback_host(split_address(address)[0])
 
 
 def _report(node: NodeApi, plan: BenchPlan, bench: NodeBench, *, names: bool) -> dict[str, Any]:
@@ -147,6 +152,7 @@ def _report(node: NodeApi, plan: BenchPlan, bench: NodeBench, *, names: bool) ->
     own, model = status.get("node") or {}, _model(status, plan.model)
     verify_ms = {str(rows): ms for rows, ms in (model.get("verify_ms") or {}).items()}
     results = summary(bench.samples)
+    size = {"cores": os.cpu_count(), "memory_bytes": unified_memory_bytes()}
     is_path = plan.model.startswith(("/", "~", "."))
     return {
         "format": FORMAT,
@@ -154,6 +160,7 @@ def _report(node: NodeApi, plan: BenchPlan, bench: NodeBench, *, names: bool) ->
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {
             "platform": str(own.get("platform") or "unknown"),
+            **(size if _is_here(node.address) else {}),
             "label": str(own.get("label") or "") if names else "",
         },
         "model": {

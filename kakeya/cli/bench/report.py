@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kakeya.cli.bench.measure import BenchSamples
+from kakeya.core.units import format_bytes
 
 FORMAT = 1
 _TITLES = {
@@ -87,6 +88,8 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The lines for a person, of one report."""
     machine, model = report["machine"], report["model"]
     name = f" of {machine['label']}" if machine.get("label") else ""
+    if machine.get("cores"):
+        name += f", {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}"
     yield (
         f"{model['id']} {model['quantization'] or ''}".rstrip()
         + f" on {model['device'] or 'an unknown device'}, {machine['platform']}{name}, "

@@ -45,6 +45,7 @@ async def test_a_report_is_shown_kept_and_compared(tmp_path: Path, capsys) -> No
         assert await bench("--rounds", "2", "--tokens", "9", *at) == 0
         shown = capsys.readouterr()
         assert "one request, drafts" in shown.out
+        assert " cores, " in shown.out.splitlines()[0]
         assert "L=8 3.0 ms (x1.50)" in shown.out
         assert "link to peer 1             0.50 ms, throughput not measured (lan)" in shown.out
         assert "round 2 of 2: 4 requests at once" in shown.err
