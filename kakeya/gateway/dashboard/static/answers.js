@@ -5,6 +5,7 @@
 import { bytes, clock, count, joined, median, percent, seconds, speed, sum } from "./dom.js";
 
 const SLOW = 0.7;
+export const WARM = 0.5; // the share of a conversation from which on it counts as warm
 const USUAL_RTT_MS = { loopback: 5, thunderbolt: 3, lan: 10, tailscale: 60, public: 150 };
 const KINDS = { loopback: "local", thunderbolt: "Thunderbolt", lan: "LAN", tailscale: "Tailscale", public: "internet" };
 
@@ -87,7 +88,8 @@ export function headline(fleet) {
 
 /** The speeds of each model by node: tokens per second of its last answers, else as it measured. */
 export function speeds(fleet) {
-  const found = {};
+  if (fleet.speeds) return fleet.speeds;
+  const found = fleet.speeds = {};
   for (const node of fleet.nodes) for (const one of node.models) {
     if (one.role !== "verifier") continue;
     const rates = fleet.recent.filter((r) => r.node === node.id && r.model.split(":")[0] === one.model_id && r.tokens_per_second).slice(0, 8).map((r) => r.tokens_per_second);
@@ -162,8 +164,9 @@ function warm(fleet, warmth) {
   const now = warmth.get(last.id);
   if (!now) return { answer: `Its last turn was on ${fleet.nameOf(last.node)}.`, tone: "", reasons: [] };
   if (!now.length) return { answer: "No: no node has it now.", tone: "warn", reasons: [["warn", "its next turn computes the whole prompt"]] };
-  const answer = `Yes, on ${joined(now.slice(0, 2).map((one) => fleet.nameOf(one.node)))}: ${now[0].tokens} of ${count(now[0].of, "token")}.`;
-  return { answer, tone: "good", reasons: [] };
+  const isWhole = now[0].tokens > WARM * now[0].of;
+  const answer = `${isWhole ? "Yes" : "In part"}, on ${joined(now.slice(0, 2).map((one) => fleet.nameOf(one.node)))}: ${now[0].tokens} of ${count(now[0].of, "token")}.`;
+  return { answer, tone: isWhole ? "good" : "", reasons: [] };
 }
 
 export function evictions(fleet) {

@@ -111,7 +111,7 @@ function said(turn, fleet) {
 }
 
 /** Text with its fenced code apart. */
-const pieces = (text) => text.split(/```/).map((piece, i) => i % 2 ? h("pre", {}, piece.replace(/^[\w+-]*\n/, "")) : piece && h("span", {}, piece));
+const pieces = (text) => text.split(/```/).map((piece, i) => i % 2 ? piece.trim() && h("pre", {}, piece.replace(/^[\w+-]*\n/, "")) : piece && h("span", {}, piece));
 
 function receiptOf({ id, task, first, total, model, usage, told }, fleet) {
   const badge = (...text) => h("span", { class: "badge" }, ...text);

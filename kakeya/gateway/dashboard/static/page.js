@@ -1,6 +1,6 @@
 // The page: one stream of facts in, the view that the address names out.
 
-import { fleetOf } from "./answers.js";
+import { fleetOf, WARM } from "./answers.js";
 import { startChat } from "./chat.js";
 import { h, morphChildren } from "./dom.js";
 import * as views from "./views.js";
@@ -8,10 +8,11 @@ import * as views from "./views.js";
 const WARM_TRIES = 3;
 const AGAIN_S = [0.5, 1, 2, 5, 10];
 const VIEWS = [["", "Fleet"], ["chat", "Chat"], ["requests", "Requests"], ["memory", "Memory"], ["models", "Models"], ["leases", "Leases"], ["events", "Events"], ["settings", "Settings"]];
+const GATHER_MS = 250; // facts that come within it are drawn together
 const KEY = "kakeya.key", THEME = "kakeya.theme";
 const find = (id) => document.getElementById(id);
 
-const page = { sections: Object.create(null), odd: new Set(), fleet: fleetOf({}), link: "opening", problem: "", needsKey: false, config: null, explained: new Map(), due: false, said: "", stop: new AbortController() };
+const page = { sections: Object.create(null), odd: new Set(), fleet: fleetOf({}), link: "opening", problem: "", needsKey: false, config: null, explained: new Map(), due: false, isTaken: false, said: "", stop: new AbortController() };
 
 // Calls of the node's API.
 
@@ -81,8 +82,9 @@ function take(nodes) {
     for (const [name, value] of Object.entries(told)) if (value === null) delete known[name]; else known[name] = value;
     if (!Object.keys(known).length) delete page.sections[id];
   }
-  readable(() => null);
-  show();
+  if (page.isTaken) return;
+  page.isTaken = true;
+  setTimeout(() => { page.isTaken = false; readable(() => null); show(); }, page.fleet.own ? GATHER_MS : 0);
 }
 
 /** Read the fleet, and make what depends on it. A peer tells of itself what it likes: where that stops the making, only the peer's card counts, until it tells other facts. */
@@ -141,7 +143,7 @@ const actions = {
 async function readWarmth(record, tries) {
   const told = await call(`/api/v1/requests/${encodeURIComponent(record.id)}`).then((answer) => answer.json()).catch(() => ({}));
   // What an engine has just computed is found a moment later.
-  if (!told.warm?.length && tries < WARM_TRIES && Date.now() / 1000 - record.ended_at < 30) setTimeout(() => readWarmth(record, tries + 1), 1500);
+  if (!told.warm?.some((one) => one.tokens > WARM * one.of) && tries < WARM_TRIES && Date.now() / 1000 - record.ended_at < 30) setTimeout(() => readWarmth(record, tries + 1), 1500);
   else actions.warmth.set(record.id, told.warm ?? []);
   show();
 }
