@@ -32,6 +32,8 @@ LOOK_S = 20.0
 HEAL_ROUNDS = 8
 ROUND_S = 6.0
 WARM_HOURS = 2
+MOST_TOLD = 20
+"""Of each invariant; all are counted."""
 Tell = Callable[[str], None]
 
 
@@ -43,6 +45,7 @@ class Day:
     trouble: Trouble
     measure_mib: Callable[[], float]
     """Memory of this process."""
+    tell: Tell
     wrong: dict[str, list[str]] = field(default_factory=dict)
     heals: list[int] = field(default_factory=list)
     looks: int = 0
@@ -54,6 +57,8 @@ class Day:
         """Note that an invariant did not hold."""
         now = asyncio.get_running_loop().time()
         self.wrong.setdefault(invariant, []).append(f"{now / 3600:.3f} h {problem}")
+        if len(self.wrong[invariant]) <= MOST_TOLD:
+            self.tell(f"{now / 3600:.3f} h BROKEN {invariant}: {problem}")
 
     # --- at every moment
 
@@ -190,7 +195,7 @@ def run_day(
             registry_type=registry_type,
         )
         trouble = Trouble(fleet, seed, lambda what: tell(f"{loop.time() / 3600:.3f} h {what}"))
-        day = Day(fleet, trouble, measure_mib)
+        day = Day(fleet, trouble, measure_mib, tell)
         fleet.start()
         await day.heal()
         watch = asyncio.create_task(day.watch())
