@@ -30,6 +30,9 @@ _AGAIN_S, _LONGEST_S = 2, 60
 _THROTTLE_S = 30
 _GROWS_SINCE = 254
 """The version of systemd from which pauses can grow."""
+_OWN_SHM = "\nTemporaryFileSystem=/dev/shm:mode=1777,size=50%"
+"""systemd-logind removes all of a user's shared memory once the last session of the user ends
+(RemoveIPC), also that of services; the pages of KV and adapters lie in it."""
 Command = tuple[str, ...]
 
 
@@ -176,7 +179,7 @@ def _systemd(
     content = (
         "[Unit]\nDescription=Kakeya node\nAfter=network-online.target\n"
         "Wants=network-online.target\nStartLimitIntervalSec=0\n\n"
-        f"[Service]\nType=exec\n{f'User={user.name}' if is_system else ''}\n"
+        f"[Service]\nType=exec\n{f'User={user.name}{_OWN_SHM}' if is_system else ''}\n"
         f"WorkingDirectory={_escaped(str(user.home))}\n{variables}"
         f"ExecStart={' '.join(_quoted(word).replace('$', '$$') for word in command)}\n"
         f"Restart=always\nRestartSec={_AGAIN_S if grows else _THROTTLE_S // 3}\n{grows}"

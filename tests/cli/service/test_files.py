@@ -71,6 +71,8 @@ def test_a_unit_says_what_systemd_needs(kind: ServiceKind, systemd: int) -> None
     made = plan(kind, "linux", systemd)
     lines = made.content.decode().splitlines()
     assert ("User=alice" in lines) is (kind is ServiceKind.SYSTEM)
+    own_shm = "TemporaryFileSystem=/dev/shm:mode=1777,size=50%"
+    assert (own_shm in lines) is (kind is ServiceKind.SYSTEM), "a logout would empty the system's"
     assert "Restart=always" in lines
     assert ("RestartMaxDelaySec=60" in lines) is (systemd == 254)
     assert 'Environment="HOME=/Users/alice Ä"' in lines
