@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -108,22 +109,41 @@ async def every(
     rng: random.Random,
     jitter: float = 0.1,
     wake: asyncio.Event | None = None,
+    is_shared: bool = False,
 ) -> None:
     """Run `work` at once and then each `interval_s` +- `jitter`; `wake` starts the next run early.
 
-    The interval lies between two starts, so that slow runs are not rarer than quick ones.
+    The interval lies between two starts, so that slow runs are not rarer than quick ones. With
+    `is_shared` the runs share their moments with others, in place of the jitter: see
+    `shared_pause_s`.
     """
     while True:
         if wake is not None:
             wake.clear()
         began_mono = clock.mono()
         await work()
-        spent_s = clock.mono() - began_mono
-        pause = max(0.0, interval_s * (1 + jitter * (2 * rng.random() - 1)) - spent_s)
+        now = clock.mono()
+        if is_shared:
+            pause = shared_pause_s(interval_s, now)
+        else:
+            drawn_s = interval_s * (1 + jitter * (2 * rng.random() - 1))
+            pause = max(0.0, drawn_s - (now - began_mono))
         if wake is None:
             await clock.sleep(pause)
         else:
             await sleep_or_wake(clock, pause, wake)
+
+
+def shared_pause_s(interval_s: float, mono: float) -> float:
+    """The pause until the next look of one that looks each `interval_s`, by the monotonic clock.
+
+    It ends at a multiple of the largest power of two within the interval: half an interval sooner
+    or later at most. So looks that need no exact time wake a sleeping processor together.
+    """
+    if interval_s <= 0:
+        return 0.0
+    step_s = 2.0 ** math.floor(math.log2(interval_s))
+    return round((mono + interval_s) / step_s) * step_s - mono
 
 
 async def sleep_or_wake(clock: Clock, seconds: float, wake: asyncio.Event) -> None:

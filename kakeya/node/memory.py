@@ -393,7 +393,7 @@ class NodeMemory:
         )
 
     async def _tend(self) -> None:
-        await every(TEND_S, self._look, clock=self._clock, rng=self._rng)
+        await every(TEND_S, self._look, clock=self._clock, rng=self._rng, is_shared=True)
 
     async def _look(self) -> None:
         if self._sizes.working_set_bytes != self._working_set_bytes:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kakeya.core.tasks import Supervisor, is_cancelled
+from kakeya.core.tasks import Supervisor, every, is_cancelled, shared_pause_s
 from tests.fakes import FakeClock
 
 
@@ -86,3 +89,34 @@ async def test_a_task_knows_whether_it_is_the_one_that_is_to_end() -> None:
         await asyncio.sleep(0)
         (outer if is_own else inner).cancel()
         assert await outer is is_own
+
+
+@given(st.floats(0.001, 4096), st.floats(0, 1e7))
+def test_a_shared_pause_is_an_interval_give_or_take_a_half(interval: float, mono: float) -> None:
+    pause = shared_pause_s(interval, mono)
+    assert interval / 2 - 1e-6 <= pause <= interval * 3 / 2 + 1e-6
+    assert shared_pause_s(0.0, mono) == 0
+
+
+async def test_looks_that_share_their_moments_wake_the_process_once() -> None:
+    """However late each began, and however long each takes."""
+    clock = FakeClock()
+    looked: list[float] = []
+
+    async def look(rng: random.Random) -> None:
+        looked.append(clock.mono())
+        await clock.sleep(rng.random())
+
+    async with Supervisor(clock) as tasks:
+        for number in range(5):
+            rng = random.Random(number)
+            await clock.sleep(rng.random())
+
+            async def run(rng: random.Random = rng) -> None:
+                await every(2.0, lambda: look(rng), clock=clock, rng=rng, is_shared=True)
+
+            tasks.start("look", run)
+        await clock.sleep(100)
+    settled = [at for at in looked if at > looked[0] + 10]
+    assert len(set(settled)) <= 46
+    assert len(settled) >= 5 * 43

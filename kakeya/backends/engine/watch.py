@@ -40,7 +40,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, NotFound
 from kakeya.core.log import event
 from kakeya.core.process import resident_bytes, signal_group
-from kakeya.core.tasks import Supervisor, TaskHealth
+from kakeya.core.tasks import Supervisor, TaskHealth, shared_pause_s
 from kakeya.core.units import MIB
 from kakeya.generation.facts import Footprint
 from kakeya.memory.api import MemoryArbiter
@@ -256,7 +256,7 @@ class EngineWatch:
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
             while True:
-                await self._clock.sleep(self._poll_s)
+                await self._clock.sleep(shared_pause_s(self._poll_s, self._clock.mono()))
                 for watched in self._watched.values():
                     if self._is_due(watched):
                         group.create_task(self._attend(watched))

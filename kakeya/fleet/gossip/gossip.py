@@ -15,7 +15,7 @@ from typing import overload
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, every
+from kakeya.core.tasks import Supervisor, every, shared_pause_s
 from kakeya.fleet.cards.cards import (
     DEFAULT_INTERVAL_S,
     MAX_CARD_BYTES,
@@ -210,7 +210,7 @@ class Gossip:
     async def _watch_sleep(self) -> None:
         # A round may be far away when a machine wakes, and placement must not wait for it.
         while True:
-            await self._clock.sleep(SLEEP_WATCH_S)
+            await self._clock.sleep(shared_pause_s(SLEEP_WATCH_S, self._clock.mono()))
             slept_s = self._registry.notice_sleep(now=self._clock.wall(), mono=self._clock.mono())
             if slept_s:
                 self._log_sleep(slept_s)

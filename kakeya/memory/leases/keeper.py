@@ -28,7 +28,7 @@ from typing import Self
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, TaskHealth, sleep_or_wake
+from kakeya.core.tasks import Supervisor, TaskHealth, shared_pause_s, sleep_or_wake
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.jobs import Jobs
@@ -125,13 +125,15 @@ class LeaseKeeper:
     async def _follow(self) -> None:
         while True:
             self._changed.clear()
-            rest = 1 if self._book.leases else _REST
-            await sleep_or_wake(self._clock, rest * self._poll_s, self._changed)
+            pause_s = self._poll_s
+            if not self._book.leases:
+                pause_s = shared_pause_s(_REST * pause_s, self._clock.mono())
+            await sleep_or_wake(self._clock, pause_s, self._changed)
             await self._round()
 
     async def _measure_all(self) -> None:
         while True:
-            await self._clock.sleep(self._measure_s)
+            await self._clock.sleep(shared_pause_s(self._measure_s, self._clock.mono()))
             self._jobs.tell_waiting(self._book)
             held = [job.lease for job in self._jobs.granted()]
             if held:

@@ -186,7 +186,7 @@ class PrefixPeers:
                 on_change()
 
         async def run() -> None:
-            await every(TICK_S, tend, clock=self._clock, rng=self._rng)
+            await every(TICK_S, tend, clock=self._clock, rng=self._rng, is_shared=True)
 
         supervisor.start("prefixes and peers", run)
 

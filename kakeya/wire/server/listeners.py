@@ -26,6 +26,7 @@ from kakeya.core.figures import Figure, counter
 from kakeya.core.host import join_address
 from kakeya.core.log import CountLog, event
 from kakeya.core.settings import split_address
+from kakeya.core.tasks import shared_pause_s
 from kakeya.core.units import KIB
 from kakeya.wire.channels import IDLE_S, Keepalive, Option, is_local, message_options
 from kakeya.wire.security import TlsMaterial
@@ -193,7 +194,7 @@ class Listeners:
         """
         begun: deque[int] = deque(maxlen=_LOOKS_TO_CALL)
         while True:
-            await self._clock.sleep(_LOOK_EVERY_S)
+            await self._clock.sleep(shared_pause_s(_LOOK_EVERY_S, self._clock.mono()))
             begun.append(self._handshakes.begun)
             if len(begun) == _LOOKS_TO_CALL:
                 settled = begun[0] - self._connections.noted
