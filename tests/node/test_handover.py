@@ -100,6 +100,12 @@ async def test_a_port_is_given_to_one_process(tmp_path: Path) -> None:
         one.close()
 
 
+async def test_a_port_that_is_closed_already_is_given_to_none(tmp_path: Path) -> None:
+    port = await asyncio.to_thread(listen, "--http", LOOPBACK)
+    port.close()
+    await PortHandover(port).run(tmp_path / "port.sock", lambda: pytest.fail("can be asked"))
+
+
 async def test_without_a_successor_the_port_is_closed(tmp_path: Path) -> None:
     home = await asyncio.to_thread(DataDir, tmp_path)
     port = await asyncio.to_thread(listen, "--http", LOOPBACK)

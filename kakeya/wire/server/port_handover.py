@@ -32,7 +32,9 @@ class PortHandover:
 
     async def run(self, path: Path, opened: Callable[[], None]) -> None:
         """Give the port to the first process that asks at a unix socket; `opened`, which may block,
-        is called once one can ask. Never returns."""
+        is called once one can ask. Never returns, but where the port is closed already."""
+        if self._listening.fileno() < 0:
+            return  # a drain that had no request to wait for is over by now
         self._port = self._listening.dup()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
             door.setblocking(False)
