@@ -75,8 +75,8 @@ class UpdateSource:
     version: str
     look: tuple[tuple[str, ...], ...]
     bring: Callable[[str], tuple[tuple[str, ...], ...]]
-    newest: Callable[[], str]
-    """The version that would come; "" = not known before. Raises ConfigError."""
+    coming: Callable[[str], str]
+    """The version that `bring` would bring. Raises ConfigError, as of one that does not exist."""
 
 
 def find_source(ask: Program) -> UpdateSource:
@@ -91,18 +91,24 @@ def find_source(ask: Program) -> UpdateSource:
         if not (place / ".git").exists():
             raise ConfigError(f"{place} is no clone of git; put the new version there yourself")
         return git_source(place, ask)
-    return pip_source(found.version)
+    return pip_source(found.version, ask)
 
 
-def pip_source(version: str) -> UpdateSource:
+def pip_source(version: str, ask: Program) -> UpdateSource:
     """Packages of the environment in which this program runs."""
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 
     def bring(to: str) -> tuple[tuple[str, ...], ...]:
         return ((*pip, f"kakeya=={to}") if to else (*pip, "--upgrade", "kakeya"),)
 
+    def coming(to: str) -> str:
+        (command,) = bring(to)
+        said = _said(ask, (*command, "--no-deps", "--dry-run", "--report", "-"))
+        found = json.loads(said)["install"]
+        return str(found[0]["metadata"]["version"]) if found else version
+
     told = f"installed by pip, version {version}"
-    return UpdateSource(told=told, version=version, look=(), bring=bring, newest=str)
+    return UpdateSource(told=told, version=version, look=(), bring=bring, coming=coming)
 
 
 def git_source(place: Path, ask: Program) -> UpdateSource:
@@ -117,17 +123,17 @@ def git_source(place: Path, ask: Program) -> UpdateSource:
         )
         return ((*git, *move), (*pip, "--editable", str(place)))
 
-    def newest() -> str:
+    def coming(to: str) -> str:
         if changed := _said(ask, (*git, "status", "--porcelain", "--untracked-files=no")):
             first = changed.splitlines()[0].strip()
             raise ConfigError(
                 f"{place} has changes of its own ({first}); commit them, or undo them"
             )
-        return _said(ask, (*git, "rev-parse", "@{u}"))
+        return _said(ask, (*git, "rev-parse", "--verify", f"{to or '@{u}'}^{{commit}}"))
 
     version = _said(ask, (*git, "rev-parse", "HEAD"))
     told = f"the clone {place}, at {version[:12]}"
-    return UpdateSource(told=told, version=version, look=look, bring=bring, newest=newest)
+    return UpdateSource(told=told, version=version, look=look, bring=bring, coming=coming)
 
 
 class NodeKeeper:
@@ -184,9 +190,9 @@ class NodeKeeper:
 def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str:
     """Update, and return what came of it. Raises ConfigError with the version before in place."""
     _all(ask, source.look)
-    newest = to or source.newest()
-    if newest and newest == source.version:
-        return f"{source.told}: that is the newest version"
+    coming = source.coming(to)
+    if coming == source.version:
+        return f"{source.told}: that is {'the version asked for' if to else 'the newest version'}"
     node.check()
     _tell(source.told)
     with ctrl_c_told("not updated: the node drains already, and starts again as it was") as pressed:
@@ -205,7 +211,7 @@ def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str
             _all(ask, source.bring(source.version))
             node.start()
         raise ConfigError(f"not updated: {reason}; {source.version[:12]} runs again") from problem
-    return f"updated from {source.version[:12]} to {newest[:12] or 'the newest package'}"
+    return f"updated from {source.version[:12]} to {coming[:12]}"
 
 
 def until_healthy(run: RunInfo) -> None:

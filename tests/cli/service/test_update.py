@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from kakeya.cli.service import update as update_module
 from kakeya.cli.service.command import program
-from kakeya.cli.service.update import NodeKeeper, UpdateSource, git_source, pip_source, update
+from kakeya.cli.service.update import NodeKeeper, git_source, pip_source, update
 from kakeya.core.errors import ConfigError
 from kakeya.node.datadir import DataDir, RunInfo
 
@@ -160,19 +161,36 @@ def test_a_package_is_brought_by_pip_and_taken_back_by_its_version(tmp_path: Pat
     asked: list[str] = []
 
     def pip(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        asked.append(" ".join(command[-2:]))
-        fails = command[-1] == "kakeya==9"
-        return subprocess.CompletedProcess(command, fails, "", "No matching distribution")
+        wanted = command[6:8] if "--upgrade" in command else command[6:7]
+        if is_look := "--dry-run" in command:
+            assert command[-2:] == ("--report", "-")
+        asked.append(" ".join(("look", *wanted) if is_look else wanted))
+        version = {"kakeya==9": "9", "kakeya==0.1.0": "0.1.0"}.get(wanted[-1], "0.2.0")
+        if version == "9" and is_look == fails_at_look:
+            return subprocess.CompletedProcess(command, 1, "", "No matching distribution")
+        found = [{"metadata": {"version": version}}] * (version != "0.1.0")
+        return subprocess.CompletedProcess(command, 0, json.dumps({"install": found}), "")
 
     (tmp_path / "file").write_text("one")
-    source: UpdateSource = pip_source("0.1.0")
-    assert update(source, Node(tmp_path), pip, "") == "updated from 0.1.0 to the newest package"
-    with pytest.raises(
-        ConfigError, match=r"kakeya==9: No matching distribution; 0\.1\.0 runs again"
-    ):
-        update(source, Node(tmp_path), pip, "9")
+    source, node, fails_at_look = pip_source("0.1.0", pip), Node(tmp_path), True
+    assert update(source, node, pip, "") == "updated from 0.1.0 to 0.2.0"
+    node.done.clear()
+    with pytest.raises(ConfigError, match="No matching distribution"):
+        update(source, node, pip, "9")
+    assert update(source, node, pip, "0.1.0").endswith("that is the version asked for")
+    assert not node.done
+    fails_at_look = False
+    with pytest.raises(ConfigError, match=r"No matching distribution; 0\.1\.0 runs again"):
+        update(source, node, pip, "9")
     assert asked == [
-        "--upgrade kakeya",
-        "--disable-pip-version-check kakeya==9",
-        "--disable-pip-version-check kakeya==0.1.0",
+        *("look --upgrade kakeya", "--upgrade kakeya"),
+        *("look kakeya==9", "look kakeya==0.1.0"),
+        *("look kakeya==9", "kakeya==9", "kakeya==0.1.0"),
     ]
+
+
+def test_a_commit_that_does_not_exist_drains_no_node(clone: Path) -> None:
+    node = Node(clone)
+    with pytest.raises(ConfigError, match="rev-parse"):
+        update(git_source(clone, program), node, without_pip, "0123abc")
+    assert not node.done
