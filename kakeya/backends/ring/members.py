@@ -68,10 +68,10 @@ class Memberships:
         await self._save()
 
     async def end(self, name: str) -> None:
-        """Refuse the latest wish for a group from now on."""
-        _, wish = self._hosted.pop(name)
-        self._ended = [*self._ended, wish][-MOST:]
-        await self._save()
+        """Refuse the latest wish for a group from now on, unless another call did or forgot it."""
+        if found := self._hosted.pop(name, None):
+            self._ended = [*self._ended, found[1]][-MOST:]
+            await self._save()
 
     async def forget(self, name: str) -> None:
         """Forget a group that its leader has ended."""

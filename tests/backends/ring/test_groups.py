@@ -371,6 +371,27 @@ async def test_a_member_ends_the_wish_of_a_leader_that_is_away(tmp_path: Path) -
         await member.end_group("big", is_for_leader=True)
 
 
+async def test_two_that_end_a_group_at_once_are_told_the_same(tmp_path: Path) -> None:
+    member = Leader(tmp_path).groups
+    await member.members.note("big", "mini-1", "wish-1")
+    asked: list[str] = []
+    may_fail = asyncio.Event()
+
+    class Leaving:
+        async def end_group(self, name: str) -> str:
+            asked.append(name)
+            await may_fail.wait()
+            raise PeerUnavailable("no answer")
+
+    cast("Any", member._peers).known = {"mini-1": Leaving()}
+    ends = [asyncio.create_task(member.end_group("big", is_for_leader=False)) for _ in range(2)]
+    await until(lambda: len(asked) == 2)
+    may_fail.set()
+    told = await asyncio.gather(*ends)
+    assert told[0] == told[1]
+    assert member.members._ended == ["wish-1"]
+
+
 @pytest.mark.parametrize("answer", ["", NotFound("none")])
 async def test_nothing_is_promised_for_a_group_that_its_leader_ended(
     tmp_path: Path, answer: str | KakeyaError
