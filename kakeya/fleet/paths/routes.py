@@ -105,8 +105,8 @@ class Routes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def tick(self) -> bool:
-        """Take in the cards as they are now and start the probes that are due; return whether there
-        are peers."""
+        """Take in the cards as they are now and start the probes that are due; return whether a
+        peer is held: one whose time is over comes back by a beat, without news."""
         mono = self._clock.mono()
         _, *peers = self._registry.snapshot(mono=mono)
         for card in peers:
@@ -118,7 +118,7 @@ class Routes:
                 task = asyncio.get_running_loop().create_task(self._probe(*way))
                 self._under_way[way] = task
                 task.add_done_callback(functools.partial(self._ended, way))
-        return bool(peers)
+        return len(self._registry) > 1
 
     def _ended(self, way: tuple[NodeId, str], _: asyncio.Task[None]) -> None:
         self._under_way.pop(way, None)

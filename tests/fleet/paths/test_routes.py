@@ -162,3 +162,16 @@ async def test_it_runs_by_itself_and_forgets_nodes_that_are_gone() -> None:
         await until(lambda: here.address == cable.address)
         here.clock.ahead_s += 1000
         await until(lambda: here.routes.routes() == ())
+
+
+async def test_it_waits_for_news_only_where_no_beat_can_bring_a_peer_back() -> None:
+    async with rig() as here:
+        assert not here.routes.tick()
+        here.learn(Endpoint("127.0.0.1:1", "lan", 20))
+        assert here.routes.tick()
+        here.clock.ahead_s += 1000
+        registry, mono = here.node.registry, here.clock.mono()
+        assert len(registry.snapshot(mono=mono)) == 1
+        assert here.routes.tick()
+        registry.expire(now=here.clock.wall(), mono=mono)
+        assert not here.routes.tick()
