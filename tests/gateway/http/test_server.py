@@ -7,17 +7,18 @@ import json
 import random
 import signal
 import socket
-import time
 import urllib.error
 import urllib.request
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.gateway.app import build_app
+from kakeya.gateway.http import server
 from kakeya.gateway.http.server import serve_http
 from tests.fakes import set_by
 from tests.gateway.toy import Directory, Pace, Router, ToyModel, make_folder, no_jobs, serving
@@ -54,13 +55,13 @@ async def listening(model):
         yield http, running
 
 
-async def test_each_answer_has_the_date_of_its_second(folder):
+async def test_each_answer_has_the_date_of_its_second(folder, monkeypatch):
     async with listening(ToyModel(folder)) as (http, _):
-        for _ in range(2):
-            before = int(time.time())
+        for now in (1_800_000_000.9, 1_800_000_000.95, 1_800_000_001.0):
+            monkeypatch.setattr(server, "time", SimpleNamespace(time=lambda now=now: now))
             dates = (await http.get("/healthz")).headers.get_list("date")
             (date,) = map(parsedate_to_datetime, dates)
-            assert before <= date.timestamp() <= time.time()
+            assert date.timestamp() == int(now)
 
 
 @pytest.mark.parametrize(("grace_s", "is_answered"), [(5.0, True), (0.2, False)])
