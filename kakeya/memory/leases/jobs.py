@@ -104,19 +104,17 @@ class Jobs:
                 book = book.put(replace(lease, processes=tuple(processes)))
         return book
 
-    def follow(self, book: Book, *, is_granter: bool) -> bool:
-        """Start and end jobs as the book has it. Returns whether a lease ended."""
+    def follow(self, book: Book, *, is_granter: bool) -> None:
+        """Start and end jobs as the book has it."""
         for lease_id in self._left:
             self._arbiter.unlearn(CAPABILITY, lease_id)
         self._left.clear()
         ready = [one.lease_id for one in rules.queue(book) if not one.missing]
         asked = ready[0] if is_granter and ready else ""
-        ended = False
         for lease_id, job in tuple(self._by_id.items()):
             lease = book.leases.get(lease_id)
             if lease is None or lease.state is LeaseState.REFUSED:
                 self._end(job)
-                ended = True
             elif not job.is_granted and (lease_id != asked or job.is_failed):
                 self._end(job)  # its turn comes again
             else:
@@ -126,7 +124,6 @@ class Jobs:
                 self._adopt(lease)
         if asked and asked not in self._by_id:
             self._ask(book.leases[asked])
-        return ended
 
     def measured(self, trees: Mapping[str, ProcessTree]) -> None:
         """Tell the arbiter the used bytes of holders; leased bytes that are not used stay

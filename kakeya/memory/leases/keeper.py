@@ -28,7 +28,7 @@ from typing import Self
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, TaskHealth, shared_pause_s, sleep_or_wake
+from kakeya.core.tasks import Supervisor, TaskHealth, shared_pause_s
 from kakeya.memory.api import MemoryArbiter
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.jobs import Jobs
@@ -73,7 +73,6 @@ class LeaseKeeper:
         self._make_census = make_census
         self._book = Book()
         self._problem = ""
-        self._changed = asyncio.Event()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -124,11 +123,10 @@ class LeaseKeeper:
 
     async def _follow(self) -> None:
         while True:
-            self._changed.clear()
             pause_s = self._poll_s
             if not self._book.leases:
                 pause_s = shared_pause_s(_REST * pause_s, self._clock.mono())
-            await sleep_or_wake(self._clock, pause_s, self._changed)
+            await self._clock.sleep(pause_s)
             await self._round()
 
     async def _measure_all(self) -> None:
@@ -156,8 +154,7 @@ class LeaseKeeper:
         for lease in dead:
             event(_log, "lease ended with its holder", lease=lease.lease_id, pid=lease.pid)
         self._book = decided
-        if self._jobs.follow(decided, is_granter=self.is_granter):
-            self._changed.set()  # the freed bytes are for the next lease at once
+        self._jobs.follow(decided, is_granter=self.is_granter)
 
     async def _read(self) -> tuple[Book, bool]:
         """The book, and True; without the store the last one, to look for dead holders, and
