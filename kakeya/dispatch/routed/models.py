@@ -50,7 +50,8 @@ class RoutedModels(ModelDirectory):
         self._vectors = VectorWeights(history.clock)
         self._drawing: Counter[str] = Counter()
         self._offered_mono: dict[str, float] = {}
-        """When a peer last offered a model for a request, by name."""
+        """When a peer last offered a model for a request, by its name on cards: a client may name
+        any number of adapters."""
 
     def drain(self, reason: str) -> None:
         """Begin nothing with the own models from now on: peers are asked for all."""
@@ -67,7 +68,7 @@ class RoutedModels(ModelDirectory):
         name = own.model_id if own is not None else model_id or _first(self._peers.offering())
         offered = self._peers.offering(name) if name else ()
         if offered:
-            self._offered_mono[name] = self._history.clock.mono()
+            self._offered_mono[str(offered[0].offered.model_id)] = self._history.clock.mono()
         if own is not None and self._draining:
             if not offered:
                 raise self._leaving(name)
@@ -174,7 +175,8 @@ class RoutedModels(ModelDirectory):
     def _away(self, name: str, elsewhere: str) -> PeerUnavailable | None:
         """The error of a model that peers offered lately: agents ask again, and have no use for a
         404."""
-        offered_mono = self._offered_mono.get(name, -math.inf)
+        named = name if name in self._offered_mono else name.rpartition(":")[0]
+        offered_mono = self._offered_mono.get(named, -math.inf)
         if (ago_s := self._history.clock.mono() - offered_mono) >= AWAY_S:
             return None
         said = f"; {elsewhere}" if elsewhere else ""

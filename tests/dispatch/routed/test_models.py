@@ -76,6 +76,18 @@ def test_a_model_that_a_peer_offered_lately_is_away_and_no_unknown_one(world: Wo
         world.models.get("toy")
 
 
+def test_adapters_of_a_model_that_is_away_are_away_and_not_remembered_one_by_one(
+    world: World,
+) -> None:
+    for number in range(9):
+        world.models.get(f"toy:{number}")
+    assert len(world.models._offered_mono) == 1
+    for node in world.fleet.nodes.values():
+        node.away_until_mono = float("inf")
+    with pytest.raises(PeerUnavailable, match="the model toy:french just now"):
+        world.models.get("toy:french")
+
+
 def test_unknown_names_raise_as_at_this_node_alone(world: World) -> None:
     with pytest.raises(NotFound, match="no model 'none' is served here"):
         world.models.get("none")
