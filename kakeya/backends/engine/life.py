@@ -53,8 +53,8 @@ CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
 MOST_GROUP_DEATHS = 30
-"""Of rank 0 of a group that has served, in place of `max_deaths`: what is lost on other machines is
-no fault of the engine, and the pauses grow all the same."""
+"""Of rank 0 of a group that has served, in place of `max_deaths`, and never reached with pauses of
+up to a minute: what is lost on other machines is no fault of the engine."""
 GATHER_EVERY_S = 1.0
 """Between two tries to have the other ranks of a group that was lost."""
 EXIT_NOTICE_S = 0.25

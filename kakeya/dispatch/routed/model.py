@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -34,6 +35,8 @@ from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.waiting import RequestWait
 
 _log = logging.getLogger(__name__)
+MOST_DECISIONS = 64
+"""A gRPC session makes one for each turn, and lasts for days."""
 
 
 class RoutedModel:
@@ -61,8 +64,8 @@ class RoutedModel:
         """The facts that its caller has: the requests are in these tokens."""
         self.began_with = NO_ORIGIN
         """What its last answer began with."""
-        self.decisions: list[RouteDecision] = []
-        """Of its generations, in order."""
+        self.decisions: deque[RouteDecision] = deque(maxlen=MOST_DECISIONS)
+        """Of its generations, in order: the latest."""
 
     @property
     def model_id(self) -> str:
