@@ -18,7 +18,7 @@ from kakeya.cli.bench.measure import BenchPlan, NodeBench
 from kakeya.cli.bench.report import FORMAT, compared, goals, lines, links, summary
 from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
 from kakeya.cli.talk.generate import models_of
-from kakeya.core.errors import ConfigError, KakeyaError, NotFound
+from kakeya.core.errors import ConfigError, KakeyaError, NotFound, StoreFailed
 from kakeya.core.files import write_atomically
 from kakeya.core.host import unified_memory_bytes
 from kakeya.core.hosts import is_loopback_host
@@ -33,6 +33,10 @@ _ERASE = "\r\033[K"
 _BUSY = 0.5
 """Load per core before the first request from which a machine counts as busy."""
 _MOST_BYTES = 1 << 20
+_NO_REPORT = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_NO_REPORT += (ArithmeticError, RecursionError)
+_PROMPT_TOKENS = 1000
+"""Of the long prompt; less where the context is short."""
 
 
 def add_options(bench: argparse.ArgumentParser) -> None:
@@ -85,31 +89,40 @@ def _measure(options: argparse.Namespace, data_dir: Path) -> int:
     model = options.words[0] if options.words else served[0]
     if model not in served:
         raise NotFound(f"no model {model!r} is served{nearest(model, served)}")
-    plan = BenchPlan(
-        model=model, rounds=options.rounds, tokens=options.tokens, clients=options.clients
-    )
     status: Any = node.get("/api/v1/status")
+    most = _model(status, model).get("context_tokens", 0) // 2 or _PROMPT_TOKENS
+    plan = BenchPlan(
+        model=model,
+        rounds=options.rounds,
+        tokens=options.tokens,
+        clients=options.clients,
+        prompt_tokens=min(_PROMPT_TOKENS, most),
+    )
     own_id = str((status.get("node") or {}).get("node_id") or "")
     bench = NodeBench(node, plan, random.Random(), node_id=own_id)
     if busy := _load(node.address):
         bench.samples.spoil(busy)
-    failure = _work(bench, _model(status, model).get("context_tokens", 0))
+    failure = _work(bench)
     if failure is not None and not bench.samples.values:
         raise failure
-    report = _report(node, plan, bench, names=options.names) | {"is_complete": failure is None}
+    report = _report(node, plan, bench, status, names=options.names)
+    report["is_complete"] = failure is None
     path = data_dir / FOLDER / f"{report['made_at'].replace(':', '')}.json"
     while path.exists():  # two in one second
         path = path.with_stem(f"{path.stem}b")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(report, indent=1).encode())
-    print(json.dumps(report) if options.json else _text(lines(report)))
+    print(json.dumps(report) if options.json else _text(lines(report)), flush=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(report, indent=1).encode())
+    except OSError as problem:
+        raise StoreFailed(f"the report cannot be kept in {path}: {problem.strerror}") from problem
     print(f"kept in {path}", file=sys.stderr)
     if isinstance(failure, KakeyaError):
         raise failure
     return 0 if failure is None else 130
 
 
-def _work(bench: NodeBench, context_tokens: int) -> KakeyaError | KeyboardInterrupt | None:
+def _work(bench: NodeBench) -> KakeyaError | KeyboardInterrupt | None:
     """Measure, with progress on stderr; returns what ended it early."""
     is_terminal = sys.stderr.isatty()
 
@@ -125,7 +138,7 @@ def _work(bench: NodeBench, context_tokens: int) -> KakeyaError | KeyboardInterr
     show("requests of the priority batch: all others go first")
     failure: KakeyaError | KeyboardInterrupt | None = None
     try:
-        for step in bench.steps(lambda text: show(f"waiting: {text}"), context_tokens):
+        for step in bench.steps(lambda text: show(f"waiting: {text}")):
             show(step)
     except (KakeyaError, KeyboardInterrupt) as problem:
         failure = problem
@@ -146,9 +159,11 @@ def _is_here(address: str) -> bool:
     return is_loopback_host(split_address(address)[0])
 
 
-def _report(node: NodeApi, plan: BenchPlan, bench: NodeBench, *, names: bool) -> dict[str, Any]:
-    """All that is known, as JSON; a node that is gone meanwhile tells no costs and no links."""
-    status, fleet, cables = _told(node, plan.model)
+def _report(
+    node: NodeApi, plan: BenchPlan, bench: NodeBench, before: Mapping[str, Any], *, names: bool
+) -> dict[str, Any]:
+    """All that is known, as JSON; of a node that is gone meanwhile its status of before."""
+    status, fleet, cables = _told(node, plan.model, before)
     own, model = status.get("node") or {}, _model(status, plan.model)
     verify_ms = {str(rows): ms for rows, ms in (model.get("verify_ms") or {}).items()}
     results = summary(bench.samples)
@@ -181,11 +196,13 @@ def _report(node: NodeApi, plan: BenchPlan, bench: NodeBench, *, names: bool) ->
     }
 
 
-def _told(node: NodeApi, model: str) -> tuple[Any, Any, list[Mapping[str, Any]]]:
+def _told(
+    node: NodeApi, model: str, before: Mapping[str, Any]
+) -> tuple[Any, Any, list[Mapping[str, Any]]]:
     try:
         status: Any = node.get("/api/v1/status")
     except KakeyaError:
-        return {}, {}, []
+        status = before
     fleet = status.get("fleet") or {}
     if len(fleet.get("nodes") or ()) < 2:
         return status, fleet, []
@@ -210,9 +227,9 @@ def _model(status: Mapping[str, Any], model: str) -> Mapping[str, Any]:
 def _read(folder: Path, name: str) -> dict[str, Any]:
     """Read a report by its path or its name; "" = the last one. Raises ConfigError, NotFound."""
     if name:
-        path = next(
-            (p for p in (Path(name), folder / name, folder / f"{name}.json") if p.is_file()), None
-        )
+        places = (name, folder / name, folder / f"{name}.json")
+        # A name that is too long is no file here, where Path.is_file raises.
+        path = next((Path(one) for one in places if os.path.isfile(one)), None)  # noqa: PTH113
     else:
         path = max(folder.glob("*.json"), default=None)
     if path is None:
@@ -224,6 +241,6 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
             raise ConfigError(f"{path} has format {found['format']!r}; this build reads {FORMAT}")
         list(lines(found))
         list(compared(found, found))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except _NO_REPORT as problem:
         raise ConfigError(f"{path} is no report of kakeya bench: {problem!r}") from problem
     return dict(found)

@@ -35,13 +35,13 @@ _COPIED_WORDS = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
     """What to measure. `rounds` are those that medians are taken of; `tokens` those of an answer;
-    `clients` ask at once; a long prompt has at most `prompt_tokens`."""
+    `clients` ask at once; the long prompt has about `prompt_tokens`, at most."""
 
     model: str
-    rounds: int = 5
-    tokens: int = 64
-    clients: int = 4
-    prompt_tokens: int = 1000
+    rounds: int
+    tokens: int
+    clients: int
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +109,13 @@ class NodeBench:
         self._pause = pause
         self._tokens_per_word = 1.0
 
-    def steps(self, on_wait: Callable[[str], None], context_tokens: int = 0) -> Iterator[str]:
+    def steps(self, on_wait: Callable[[str], None]) -> Iterator[str]:
         """Do all of the work; names each step before it begins. Raises KakeyaError."""
         yield "warm-up"
         first = self._answer(self._words(_CALIBRATION_WORDS), "off", tokens=2, on_wait=on_wait)
         self._tokens_per_word = max(0.5, first.prompt_tokens / _CALIBRATION_WORDS)
         self._answer(self._words(_CALIBRATION_WORDS), "auto", tokens=self._plan.tokens)
-        fits = context_tokens // 2 or self._plan.prompt_tokens
-        long = min(self._plan.prompt_tokens, fits)
+        long = self._plan.prompt_tokens
         for turn in range(1, self._plan.rounds + 1):
             of = f"round {turn} of {self._plan.rounds}: "
             yield of + "one request"
@@ -140,10 +139,7 @@ class NodeBench:
             sampled = 1.0 if name == "decode" else 0.0  # the likeliest words soon go in circles
             answer = self._answer(prompt, policy, temperature=sampled, seed=seed)
             texts.append(answer.text)
-            if answer.tokens < LEAST_TOKENS:
-                self.samples.spoil(
-                    f"an answer had less than {LEAST_TOKENS} tokens, and is left out"
-                )
+            if self._is_short(answer):
                 return
             seconds = max(1e-9, answer.ended - answer.first)
             self.samples.add(f"{name}_{kind}", (answer.tokens - 1) / seconds)
@@ -151,6 +147,11 @@ class NodeBench:
                 accepted = answer.own["accepted"] / answer.own["verified"]
                 self.samples.add(f"{name}_accepted", accepted)
         self.samples.add(f"{name}_equal", float(texts[0] == texts[1]))
+
+    def _is_short(self, answer: TimedAnswer) -> bool:
+        if answer.tokens < LEAST_TOKENS:
+            self.samples.spoil(f"an answer had less than {LEAST_TOKENS} tokens, and is left out")
+        return answer.tokens < LEAST_TOKENS
 
     def _prompt(self, name: str, tokens: int) -> None:
         """A prompt that no cache knows, and then again."""
@@ -183,6 +184,8 @@ class NodeBench:
             if isinstance(answer, KakeyaError):
                 raise answer
             answers.append(answer)
+        if any(self._is_short(one) for one in answers):
+            return
         tokens = sum(one.tokens - 1 for one in answers)
         seconds = max(one.ended for one in answers) - min(one.first for one in answers)
         self.samples.add(name, tokens / max(1e-9, seconds))

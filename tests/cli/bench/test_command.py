@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kakeya.cli.main import main
+from kakeya.core.errors import PeerUnavailable
 from tests.gateway.toy import Pace, ToyModel, make_folder, serving
 
 OWN = "node-own"
@@ -61,7 +62,7 @@ async def test_a_report_is_shown_kept_and_compared(tmp_path: Path, capsys) -> No
     assert capsys.readouterr().out == shown.out
     assert await bench("show", "--json", *data) == 0
     assert json.loads(capsys.readouterr().out) == named
-    assert await bench("compare", str(first), second.name, *data) == 0
+    assert await bench("compare", *data, str(first), second.name) == 0
     told = capsys.readouterr().out
     assert "other settings: rounds" in told
     assert "verifying 8 tokens              3.00      3.00 ms        x 1.00" in told
@@ -116,6 +117,36 @@ async def test_a_node_that_fails_at_once_leaves_no_report(tmp_path: Path, capsys
     assert not (tmp_path / "bench").exists()
 
 
+async def test_a_report_that_cannot_be_kept_is_shown(tmp_path: Path, capsys) -> None:
+    toy = ToyModel(make_folder(tmp_path / "toy"), context_tokens=1024)
+    (tmp_path / "bench").write_text("no folder")
+    async with serving(toy, status=status(context_tokens=400)) as served:
+        at = ("--node", f"127.0.0.1:{served.port}", "--data-dir", str(tmp_path))
+        assert await bench("--rounds", "1", "--tokens", "8", "--json", *at) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["settings"]["prompt_tokens"] == 200
+    assert "the report cannot be kept in" in told.err
+
+
+async def test_of_a_node_that_ends_meanwhile_its_status_of_before_is_told(
+    tmp_path: Path, capsys
+) -> None:
+    toy = ToyModel(make_folder(tmp_path / "toy"), context_tokens=1024)
+    told, asked = status(device="toy"), iter(range(5))
+
+    def ends() -> dict[str, Any]:
+        if next(asked, None) is None:
+            raise PeerUnavailable("it ends")
+        return told()
+
+    async with serving(toy, status=ends) as served:
+        at = ("--node", f"127.0.0.1:{served.port}", "--data-dir", str(tmp_path))
+        assert await bench("--tokens", "8", *at) == 1
+    shown = capsys.readouterr()
+    assert "toy on toy, toy" in shown.out
+    assert "ended before its last round" in shown.out
+
+
 @pytest.mark.parametrize(
     ("words", "said", "code"),
     [
@@ -126,6 +157,7 @@ async def test_a_node_that_fails_at_once_leaves_no_report(tmp_path: Path, capsys
         (["show"], "no report so far in", 1),
         (["--rounds", "0"], "--rounds is 0; it must be 1 or more", 2),
         (["toy"], "no node runs in", 1),
+        (["show", "x" * 5000], "no report xxx", 1),
     ],
 )
 def test_wrong_words_are_refused(tmp_path: Path, capsys, words, said, code) -> None:
@@ -133,7 +165,9 @@ def test_wrong_words_are_refused(tmp_path: Path, capsys, words, said, code) -> N
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "results": 7}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 100_000, '{"format": 2}', '{"format": 1, "results": 7}']
+)
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, capsys, text) -> None:
     (tmp_path / "x.json").write_text(text)
     assert main(["bench", "show", str(tmp_path / "x.json")]) == 2
