@@ -32,7 +32,7 @@ SAMPLE_S = 10.0
 MOST = {"rss_mib": 1.0, "files": 1.0, "threads": 1.0, "leases": 1.0, "pages": 100.0}
 """By how much each may grow in an hour."""
 WARM_SHARE, WARM_S = 0.25, 600.0
-JUDGED_S = 1200.0
+JUDGED_HOURS = 1 / 3
 """Slopes of shorter lives, behind the warm-up, say nothing yet: growth comes in steps."""
 
 
@@ -111,7 +111,10 @@ class Samples:
         rows = []
         for (name, pid, what), points in sorted(self.values.items()):
             if longest.get(name, (0.0, -1))[1] == pid:
-                rows.append(_judged(f"{name}: {what}", behind_warm_up(points), MOST[what], what))
+                kept = behind_warm_up(points)
+                rows.append(
+                    flat(f"{name}: {what}", kept, MOST[what], unit=what, least_hours=JUDGED_HOURS)
+                )
         return rows
 
 
@@ -120,15 +123,6 @@ def behind_warm_up(points: Sequence[Point]) -> Sequence[Point]:
     first, last = points[0][0], points[-1][0]
     start = first + min(WARM_S / 3600, (last - first) * WARM_SHARE)
     return [point for point in points if point[0] >= start]
-
-
-def _judged(name: str, points: Sequence[Point], most: float, unit: str) -> Verdict:
-    row = flat(name, points, most, unit=unit)
-    low, high = min(v for _, v in points), max(v for _, v in points)
-    seen = f"{row.seen}, {low:.4g} to {high:.4g}"
-    if (points[-1][0] - points[0][0]) * 3600 >= JUDGED_S:
-        return Verdict(what=row.what, seen=seen, goal=row.goal, is_met=row.is_met)
-    return Verdict(what=row.what, seen=seen, goal="too short to judge", is_met=True)
 
 
 def write_table(file: Path, head: Iterable[str], rows: Iterable[object]) -> None:

@@ -33,10 +33,12 @@ class Verdict:
     what: str
     seen: str
     goal: str
-    is_met: bool
+    is_met: bool | None
+    """None = seen for too short a time to be judged."""
 
     def __str__(self) -> str:
-        return f"{'ok' if self.is_met else 'NOT':<4}{self.what:<50} {self.seen:<34} {self.goal}"
+        mark = {True: "ok", False: "NOT", None: "?"}[self.is_met]
+        return f"{mark:<4}{self.what:<50} {self.seen:<34} {self.goal}"
 
 
 def none_of(what: str, problems: Sequence[str]) -> Verdict:
@@ -45,12 +47,16 @@ def none_of(what: str, problems: Sequence[str]) -> Verdict:
     return Verdict(what=what, seen=seen, goal="0", is_met=not problems)
 
 
-def flat(what: str, points: Sequence[Point], most: float, *, unit: str) -> Verdict:
-    """The row of a value that must not grow by more than `most` an hour."""
-    grows = slope(points)
+def flat(
+    what: str, points: Sequence[Point], most: float, *, unit: str, least_hours: float
+) -> Verdict:
+    """The row of a value that must not grow by more than `most` an hour, judged where its samples
+    span as much as `least_hours`."""
+    grows, values = slope(points), [value for _, value in points] or [0.0]
+    is_judged = bool(points) and points[-1][0] - points[0][0] >= least_hours
     return Verdict(
         what=f"{what}, {len(points)} samples",
-        seen=f"{grows:+.3g} {unit}/h",
-        goal=f"<= {most:g} {unit}/h",
-        is_met=grows <= most,
+        seen=f"{grows:+.3g} {unit}/h, {min(values):.4g} to {max(values):.4g}",
+        goal=f"<= {most:g} {unit}/h" if is_judged else "too short to judge",
+        is_met=grows <= most if is_judged else None,
     )

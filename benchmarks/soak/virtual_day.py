@@ -32,7 +32,7 @@ LOOK_S = 20.0
 HEAL_ROUNDS = 13
 """After a flood its cards keep the places of a full registry until their TTL: 12 rounds."""
 ROUND_S = 6.0
-WARM_HOURS = 2
+WARM_HOURS, JUDGED_HOURS = 2, 6
 MOST_TOLD = 20
 """Of each invariant; all are counted."""
 Tell = Callable[[str], None]
@@ -164,9 +164,12 @@ class Day:
         rows = [none_of(f"virtual: {name}", self.wrong.get(name, [])) for name in names]
         warm = min(WARM_HOURS, len(self.kept) // 2)
         rows += [
-            flat("virtual: memory of the process", self.rss_mib[warm:], 1.0, unit="MiB"),
-            flat("virtual: asyncio tasks", self.tasks[warm:], 0.5, unit="tasks"),
-            flat("virtual: cards held by all", self.kept[warm:], 0.5, unit="cards"),
+            flat(f"virtual: {what}", held[warm:], most, unit=unit, least_hours=JUDGED_HOURS)
+            for what, held, most, unit in (
+                ("memory of the process", self.rss_mib, 1.0, "MiB"),
+                ("asyncio tasks", self.tasks, 0.5, "tasks"),
+                ("cards held by all", self.kept, 0.5, "cards"),
+            )
         ]
         return rows
 

@@ -33,8 +33,10 @@ _ERASE = "\r\033[K"
 _BUSY = 0.5
 """Load per core before the first request from which a machine counts as busy."""
 _MOST_BYTES = 1 << 20
-_NO_REPORT = (OSError, ValueError, KeyError, TypeError, AttributeError)
-_NO_REPORT += (ArithmeticError, RecursionError)
+_NO_REPORT = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
 _PROMPT_TOKENS = 1000
 """Of the long prompt; less where the context is short."""
 

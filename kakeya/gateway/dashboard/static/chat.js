@@ -3,13 +3,14 @@
 import { count, h, morphChildren, percent, seconds, speed } from "./dom.js";
 
 export function startChat(root, { call, eventsOf, fleet }) {
-  const chat = { names: [], model: "", turns: [], id: newId(), busy: null, draft: "" };
+  const chat = { names: [], model: "", turns: [], id: newId(), busy: null };
   const show = () => draw(root, chat, act, fleet());
 
   const act = {
     choose(name) { chat.model = name; },
     anew() { chat.busy?.abort(); chat.turns = []; chat.id = newId(); show(); root.querySelector("textarea").focus(); },
     stop() { chat.busy?.abort(); },
+    look: () => names(),
     async send(text) {
       const turn = { role: "assistant", text: "", thought: "", waits: "sent", receipt: null, error: "" };
       chat.turns.push({ role: "user", text }, turn);
@@ -68,7 +69,7 @@ export function startChat(root, { call, eventsOf, fleet }) {
 
   show();
   names();
-  root.addEventListener("focusin", (event) => { if (event.target.tagName === "SELECT") names(); });
+  root.addEventListener("focusin", (event) => { if (event.target.tagName === "SELECT" || !chat.model) names(); });
 }
 
 const newId = () => `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
@@ -77,8 +78,9 @@ function draw(root, chat, act, fleet) {
   const talk = root.querySelector(".talk");
   const isAtEnd = !talk || talk.scrollHeight - talk.scrollTop - talk.clientHeight < 40;
   const groups = [["Tasks", chat.names.filter((one) => one.kind === "task")], ["Models", chat.names.filter((one) => one.kind !== "task" && !one.parent)], ["Adapters", chat.names.filter((one) => one.parent)]];
-  const submit = (event) => {
+  const submit = async (event) => {
     event.preventDefault();
+    if (!chat.model) await act.look(); // at the start, and where a key is given late
     const area = root.querySelector("textarea"), text = area.value.trim();
     if (!text || chat.busy || !chat.model) return;
     area.value = "";

@@ -57,7 +57,7 @@ async function watch() {
   for (let tries = 0; ; tries += 1) {
     try {
       const stream = await call("/api/v1/events", { signal });
-      page.sections = {};
+      page.sections = Object.create(null);
       for await (const { data } of eventsOf(stream)) {
         if (!data) continue;
         tries = 0;
