@@ -68,7 +68,10 @@ def open_regular(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """
     try:
         # Without O_NONBLOCK, opening a pipe that has no writer would block.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except ValueError as problem:  # a NUL, or half a surrogate pair
+            raise InvalidArgument(f"{str(path)!r} is no name of a file: {problem}") from None
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):

@@ -209,6 +209,12 @@ def test_what_is_no_regular_file_is_refused_without_reading_it(tmp_path: Path, n
         pack(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_what_cannot_be_the_name_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidArgument, match="is no name of a file"):
+        pack(tmp_path / name)
+
+
 def test_arrays_that_share_bytes_are_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path, small(), rank=2)
     whole = (tmp_path / WEIGHTS_FILE).read_bytes()
