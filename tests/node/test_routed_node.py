@@ -134,7 +134,8 @@ async def test_explain_names_the_node_and_why(shelf: OneModelShelf) -> None:
     explained = shelf.front.api.get(f"/api/v1/requests/{answer.id}")
     (route,) = explained["routes"]
     assert route["node"] in shelf.minis
-    assert {one["node"] for one in route["candidates"]} == set(shelf.minis)
+    candidates = {one["node"] for one in route["candidates"]}
+    assert route["node"] in candidates <= set(shelf.minis)  # a late quote is none
     data = str(shelf.front.log_file.parent / "data")
     said = await asyncio.to_thread(run_cli, "explain", answer.id, "--data-dir", data)
     assert f"node     {route['node']}: " in said.stdout
