@@ -203,12 +203,16 @@ class ModelLife:
     @property
     def may_come_back(self) -> bool:
         """Whether the model is loaded without a request when there is room: a drafter unless it
-        left for idleness and no draft was asked since, others only if they were never tried."""
+        left for idleness and no draft was asked since; others if they were never tried, or have
+        served and failed, once the pause is over: peers ask no failed model. A ring group, which
+        has a check, is formed by its leader alone."""
         if self.is_on_demand:
             return False
         if self.role is ModelRole.PROPOSER:
             return self.failures.may_load and not self._rests
-        return self._facts is None and not self.failures.reason
+        if self.failures.reason:
+            return self._facts is not None and self.check is None and self.failures.may_load
+        return self._facts is None
 
     def bar(self, reason: str) -> None:
         """Load the model no more, for a reason in words; "" = load it again."""

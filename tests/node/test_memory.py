@@ -375,6 +375,12 @@ async def test_a_model_that_was_given_up_leaves_the_ledger_and_is_tried_again_af
         assert model.last_error == ""
         (run,) = [one for one in told if isinstance(one, CapabilityRun)]
         assert (str(run.key), run.is_failed) == (f"text:{VERIFIER}", False)
+        # Peers ask no failed model: it comes back by itself too, after the longer pause.
+        model.backend.kill("was to die again")
+        await until(lambda: model.resident is None, "it left the ledger again")
+        assert not model.may_come_back
+        clock.ahead_s += 61
+        await until(lambda: model.state is ModelState.READY, "it came back")
 
 
 async def test_a_request_waits_for_a_load_and_its_model_leaves_the_card_without_room(

@@ -14,7 +14,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +48,7 @@ from kakeya.generation.progress import LoadProgress
 
 _log = logging.getLogger(__name__)
 _SPARED_PROBES = 3
-"""The log says so often how far a load is, beside the beginning of each phase."""
+"""Missed by an engine at rest, in a row: other work of the machine may have kept it."""
 CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
@@ -209,17 +209,25 @@ class EngineLife:
         if self._spec.others is None:
             return await self._run_child(socket, None)
         async with AsyncExitStack() as stack:
-            while True:
-                try:
-                    others = await stack.enter_async_context(self._spec.others())
-                    break
-                except KakeyaError as refusal:
-                    if not self._awaits(refusal):
-                        self._move(ModelState.FAILED, refusal.message)
-                        return GiveUp(reason=refusal.message)
-                    self._move(ModelState.RESTARTING, refusal.message)
-                await self._clock.sleep(GATHER_EVERY_S)
+            try:
+                others = await self._gathered(stack, self._spec.others)
+            except KakeyaError as refusal:
+                self._move(ModelState.FAILED, refusal.message)
+                return GiveUp(reason=refusal.message)
             return await self._run_child(socket, others)
+
+    async def _gathered(
+        self, stack: AsyncExitStack, others: Callable[[], AbstractAsyncContextManager[OtherRanks]]
+    ) -> OtherRanks:
+        """The other ranks of a group, for which a group that lost one waits. Raises KakeyaError."""
+        while True:
+            try:
+                return await stack.enter_async_context(others())
+            except KakeyaError as refusal:
+                if not self._awaits(refusal):
+                    raise
+                self._move(ModelState.RESTARTING, refusal.message)
+            await self._clock.sleep(GATHER_EVERY_S)
 
     def _awaits(self, refusal: KakeyaError) -> bool:
         """Whether a rank that is away may be back in time for the generations that lost it."""

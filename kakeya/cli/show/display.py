@@ -14,9 +14,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from kakeya.cli.show.labels import SHORT, labels_in
+from kakeya.cli.show.labels import labels_in
 from kakeya.cli.show.memory_tables import show_memory
 from kakeya.core.units import format_bytes, printable
+from kakeya.fleet.cards.names import ID_START
 
 Json = Mapping[str, object]
 _console = Console()
@@ -283,7 +284,7 @@ def _heard(node: Json) -> str:
 def _name(node: Json) -> str:
     """Write the label with the start of an id made from a key; write any other id in full."""
     node_id, label = str(node.get("node_id")), str(node.get("label") or "")
-    short = node_id[:SHORT] if len(node_id) > _LONG_ID_CHARS else node_id
+    short = node_id[:ID_START] if len(node_id) > _LONG_ID_CHARS else node_id
     return f"{label} ({short})" if label else short
 
 

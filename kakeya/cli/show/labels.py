@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from kakeya.cli.node_api import NodeApi
 from kakeya.core.errors import KakeyaError
+from kakeya.fleet.cards.names import ID_START, told_apart
 
-SHORT = 8
-"""Characters of an id that tell the nodes of a shelf apart."""
 _KEY_ID = re.compile(r"\b[a-z2-7]{52}\b")
 
 
@@ -23,13 +22,12 @@ class NodeLabels:
     def of(self, node_id: str) -> str:
         """The label of a node, or else the start of an id made from a key, or else the id."""
         label = self.by_id.get(node_id, "")
-        return label or (node_id[:SHORT] if _KEY_ID.fullmatch(node_id) else node_id)
+        return label or (node_id[:ID_START] if _KEY_ID.fullmatch(node_id) else node_id)
 
     def apart(self, node_id: str) -> str:
         """`of`, and of nodes with one label the id behind it."""
-        shown = self.of(node_id)
-        same = sum(label == shown for label in self.by_id.values())
-        return f"{shown} ({NodeLabels().of(node_id)})" if same > 1 else shown
+        labelled = {of: label for of, label in self.by_id.items() if label}
+        return told_apart(labelled).get(node_id) or self.of(node_id)
 
     def within(self, text: str) -> str:
         """A text with labels in the place of ids made from keys."""

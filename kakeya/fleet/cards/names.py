@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kakeya.fleet.cards.cards import Card
 
@@ -12,9 +12,13 @@ ID_START = 8
 
 
 def names_of(cards: Iterable[Card]) -> dict[str, str]:
-    """The names of nodes by id, each of one node: their labels, and those of one label with the
-    start of their ids."""
-    labels = {card.node_id: card.label or card.node_id for card in cards}
+    """The names of nodes by id: see `told_apart`."""
+    return told_apart({card.node_id: card.label or card.node_id for card in cards})
+
+
+def told_apart(labels: Mapping[str, str]) -> dict[str, str]:
+    """Names by id, each of one node: their labels, and those of one label with the start of their
+    ids."""
     alike = Counter(labels.values())
     names = {
         node_id: label if alike[label] == 1 else f"{label} ({node_id[:ID_START]})"

@@ -124,9 +124,8 @@ def of_tensor(
     row = weights.hidden_size * weights.value_bytes
     waits = 2 * weights.layers + 1  # the selected token is agreed on too
     read = weights.read_bytes / count + weights.head_bytes
-    token_s = max(read / node.weights_per_s for node in ranks) + waits * (
-        sum_s(around, row) + DRIFT_S
-    )
+    token_s = max(read / node.weights_per_s for node in ranks)
+    token_s += waits * (sum_s(around, row) + DRIFT_S)
     work = PIECE_TOKENS * weights.products / count
     piece_s = max(work / node.products_per_s for node in ranks)
     piece_s += 2 * weights.layers * (sum_s(around, row * PIECE_TOKENS) + DRIFT_S)
