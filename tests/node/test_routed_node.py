@@ -130,12 +130,15 @@ async def test_a_call_is_forced_and_logprobs_are_told_through_a_neighbour(
 
 
 async def test_explain_names_the_node_and_why(shelf: OneModelShelf) -> None:
-    answer = await shelf.chat()
-    explained = shelf.front.api.get(f"/api/v1/requests/{answer.id}")
-    (route,) = explained["routes"]
-    assert route["node"] in shelf.minis
-    candidates = {one["node"] for one in route["candidates"]}
-    assert route["node"] in candidates <= set(shelf.minis)  # a late quote is none
+    for _ in range(20):  # on a busy machine a quote may come too late to count
+        answer = await shelf.chat()
+        explained = shelf.front.api.get(f"/api/v1/requests/{answer.id}")
+        (route,) = explained["routes"]
+        assert route["node"] in shelf.minis
+        candidates = {one["node"] for one in route["candidates"]}
+        if candidates == set(shelf.minis):
+            break
+    assert candidates == set(shelf.minis)
     data = str(shelf.front.log_file.parent / "data")
     said = await asyncio.to_thread(run_cli, "explain", answer.id, "--data-dir", data)
     assert f"node     {route['node']}: " in said.stdout

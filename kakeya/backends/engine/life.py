@@ -15,7 +15,6 @@ import math
 import signal
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from kakeya.backends.engine.child import Child, ChildClient
@@ -31,7 +30,7 @@ from kakeya.backends.engine.engine import (
 )
 from kakeya.backends.engine.failures import GroupRefused
 from kakeya.backends.engine.process import EngineProcess, SocketFolder
-from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn
+from kakeya.backends.engine.restart import Exit, GiveUp, Plan, RestartIn, RestartPolicy
 from kakeya.backends.gate import Gate
 from kakeya.core.clock import Clock
 from kakeya.core.errors import (
@@ -52,9 +51,9 @@ _SPARED_PROBES = 3
 CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
-MOST_GROUP_DEATHS = 30
-"""Of rank 0 of a group that has served, in place of `max_deaths`, and never reached with pauses of
-up to a minute: what is lost on other machines is no fault of the engine."""
+GROUP_RESTARTS = RestartPolicy(backoff_s=(0.0, 1.0, 2.0, 4.0), max_deaths=30)
+"""Of rank 0 of a group that has served: what is lost on other machines is no fault of the engine.
+Given up, the group waits longer between its tries, or until its members are seen again."""
 GATHER_EVERY_S = 1.0
 """Between two tries to have the other ranks of a group that was lost."""
 EXIT_NOTICE_S = 0.25
@@ -291,9 +290,8 @@ class EngineLife:
         if ended.returncode == -signal.SIGKILL and not (self._spec.others and ended.cause):
             self._careful_until_mono = now + CARE_S
             self.limits = self.limits.merged(EngineMemoryLimits(max_running=1))
-        policy = self.options.restart
-        if self._spec.others is not None and self.facts is not None:
-            policy = replace(policy, max_deaths=MOST_GROUP_DEATHS)
+        has_served = self._spec.others is not None and self.facts is not None
+        policy = GROUP_RESTARTS if has_served else self.options.restart
         plan = policy.after_exit(now, ended, self._deaths)
         self._deaths = (*self.options.restart.recent(now, self._deaths), now)
         match plan:
