@@ -283,9 +283,9 @@ async def _serve(
     import grpc.aio
 
     from kakeya.v1 import engine_pb2_grpc
-    from kakeya.wire.channels import ENGINE_MESSAGE_BYTES, message_options
+    from kakeya.wire.channels import engine_options
 
-    server = grpc.aio.server(options=message_options(ENGINE_MESSAGE_BYTES))
+    server = grpc.aio.server(options=engine_options())
     servicer = engine.servicer()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
     server.add_insecure_port(f"unix:{socket_path}")

@@ -45,10 +45,9 @@ from kakeya.generation.request import DecodeRequest
 from kakeya.v1 import engine_pb2 as pb
 from kakeya.v1.engine_pb2_grpc import EngineServiceStub
 from kakeya.wire.channels import (
-    ENGINE_MESSAGE_BYTES,
     Keepalive,
     Option,
-    message_options,
+    engine_options,
     open_channel,
 )
 from kakeya.wire.status import error_from_status, rpc_status
@@ -95,7 +94,7 @@ def _options(keepalive: Keepalive) -> tuple[Option, ...]:
         ("grpc.max_reconnect_backoff_ms", 100),
     )
     kept = dict(keepalive.client_options()) | dict(differs)
-    return *kept.items(), *message_options(ENGINE_MESSAGE_BYTES)
+    return *kept.items(), *engine_options()
 
 
 class EngineClient:
