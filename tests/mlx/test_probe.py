@@ -71,6 +71,10 @@ def test_two_threads_of_which_one_was_taken_away_are_not_believed() -> None:
     assert believed_s(timings, on_cpu=True) is None
 
 
+def test_one_forward_beside_which_another_thread_computed_rules_out_no_other() -> None:
+    assert believed_s([*QUIET, Timing(0.4, 0.8)], on_cpu=True) == 0.101
+
+
 def test_a_gpu_takes_no_processor_time() -> None:
     assert believed_s([Timing(0.1, 0.001)] * 3, on_cpu=False) == 0.1
 
@@ -121,6 +125,25 @@ def test_a_busy_machine_is_asked_again_ever_more_seldom_and_then_no_more(
     assert len(pauses) == ATTEMPTS
     assert pauses == sorted(set(pauses))
     assert probe.speeds == Speeds()
+
+
+def test_times_of_earlier_attempts_still_count(model: LoadedModel) -> None:
+    class Noisy:
+        """One forward in four is undisturbed, and no two disturbances are alike."""
+
+        looks, now_s = 0, 0.0
+
+        def __call__(self) -> Timing:
+            number, is_end = divmod(self.looks, 2)
+            self.looks += 1
+            if is_end:
+                self.now_s += 0.01 * (1 + (number if number % 4 else 0))
+            return Timing(self.now_s, self.now_s)
+
+    probe = SpeedProbe(model, 96, clock=Noisy())
+    pauses = [pause for pause in probe.slices() if pause > QUIET_S]
+    assert probe.speeds.forwards_s
+    assert 0 < len(pauses) < ATTEMPTS
 
 
 def test_a_context_for_which_there_is_no_room_is_not_made_up(model: LoadedModel) -> None:
