@@ -221,6 +221,6 @@ def _rounds(sizes: Sequence[int], timings: _Timings) -> Iterator[int]:
             if number and size not in timings:
                 break
             # A forward of twice the rows takes at most twice as long.
-            if before and timings[before][0].wall_s * size / before > SLICE_S:
+            if before and min(timings[before]).wall_s * size / before > SLICE_S:
                 break
             yield size
