@@ -49,9 +49,9 @@ class RoutedModels(ModelDirectory):
         self._history = history
         self._vectors = VectorWeights(history.clock)
         self._drawing: Counter[str] = Counter()
-        self._offered_mono: dict[str, float] = {}
-        """When a peer last offered a model for a request, by its name on cards: a client may name
-        any number of adapters."""
+        self._offered_mono: dict[tuple[CardRole, str], float] = {}
+        """When a peer last offered a model for a request, by its role and its name on cards: a
+        client may name any number of adapters."""
 
     def drain(self, reason: str) -> None:
         """Begin nothing with the own models from now on: peers are asked for all."""
@@ -67,8 +67,7 @@ class RoutedModels(ModelDirectory):
             refused = unknown
         name = own.model_id if own is not None else model_id or _first(self._peers.offering())
         offered = self._peers.offering(name) if name else ()
-        if offered:
-            self._offered_mono[str(offered[0].offered.model_id)] = self._history.clock.mono()
+        self._note(CardRole.VERIFIER, offered)
         if own is not None and self._draining:
             if not offered:
                 raise self._leaving(name)
@@ -77,7 +76,7 @@ class RoutedModels(ModelDirectory):
             return own
         if own is None and not offered and not self._may_come(name):
             elsewhere = self._peers.out_of_reach(name)
-            if away := self._away(name, elsewhere):
+            if away := self._away(CardRole.VERIFIER, name, elsewhere):
                 raise away
             if elsewhere:
                 raise ModelNotFound(f"the model {name[:80]!r} is not served here; {elsewhere}")
@@ -103,8 +102,12 @@ class RoutedModels(ModelDirectory):
         """See `ModelDirectory`."""
         with contextlib.suppress(NotFound):
             return self._own.embedder(model_id)
-        if self._peers.offering(model_id, CardRole.EMBEDDER):
+        offered = self._peers.offering(model_id, CardRole.EMBEDDER)
+        self._note(CardRole.EMBEDDER, offered)
+        if offered:
             return RoutedEmbedder(model_id, self._peers, self._vectors)
+        if away := self._away(CardRole.EMBEDDER, model_id):
+            raise away
         return self._own.embedder(model_id)
 
     def embedders(self) -> tuple[EmbeddingModel, ...]:
@@ -125,12 +128,13 @@ class RoutedModels(ModelDirectory):
             refused = unknown
         name = own.model_id if own is not None else model_id or _first(painters(self._peers))
         offered = painters(self._peers, name) if name else ()
+        self._note(CardRole.TOOL, offered)
         if own is not None and self._draining and not offered:
             raise self._leaving(name)
         if own is not None and not offered:
             return own
         if refused is not None and not offered:
-            raise refused
+            raise self._away(CardRole.TOOL, name) or refused
         return self._routed_image(name, None if self._draining else own)
 
     def image_models(self) -> tuple[ImageModel, ...]:
@@ -172,11 +176,16 @@ class RoutedModels(ModelDirectory):
     def _may_come(self, name: str) -> bool:
         return self._pulls is not None and not self._draining and self._pulls.has(name)
 
-    def _away(self, name: str, elsewhere: str) -> PeerUnavailable | None:
+    def _note(self, role: CardRole, offered: Sequence[ServingPeer]) -> None:
+        if offered:
+            name = str(offered[0].offered.model_id)
+            self._offered_mono[role, name] = self._history.clock.mono()
+
+    def _away(self, role: CardRole, name: str, elsewhere: str = "") -> PeerUnavailable | None:
         """The error of a model that peers offered lately: agents ask again, and have no use for a
         404."""
-        named = name if name in self._offered_mono else name.rpartition(":")[0]
-        offered_mono = self._offered_mono.get(named, -math.inf)
+        named = name if (role, name) in self._offered_mono else name.rpartition(":")[0]
+        offered_mono = self._offered_mono.get((role, named), -math.inf)
         if (ago_s := self._history.clock.mono() - offered_mono) >= AWAY_S:
             return None
         said = f"; {elsewhere}" if elsewhere else ""

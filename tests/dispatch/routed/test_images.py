@@ -63,6 +63,18 @@ def test_models_of_peers_are_found_and_listed_behind_the_own_ones(front: Front) 
             models.image_model(name)
 
 
+def test_an_image_model_that_a_peer_offered_lately_is_away(front: Front) -> None:
+    models = fleet(front)
+    front.hear("left", drawing("painter"))
+    models.image_model("painter")
+    front.clock.advance(1)
+    front.hear("left", drawing("other"))
+    with pytest.raises(PeerUnavailable, match="the model painter just now"):
+        models.image_model("painter")
+    with pytest.raises(NotFound):
+        models.image_model("none")
+
+
 def test_a_model_that_peers_have_too_is_described_by_the_own_one(front: Front) -> None:
     front.hear("left", drawing())
     found = fleet(front, ToyPainter(kind=PipelineKind.FLUX)).image_model("painter")

@@ -76,6 +76,15 @@ def test_a_model_that_a_peer_offered_lately_is_away_and_no_unknown_one(world: Wo
         world.models.get("toy")
 
 
+def test_an_encoder_that_a_peer_offered_lately_is_away_as_an_encoder(world: World) -> None:
+    world.models.embedder("their-encoder")
+    world.node("vectors").away_until_mono = float("inf")
+    with pytest.raises(PeerUnavailable, match="the model their-encoder just now"):
+        world.models.embedder("their-encoder")
+    with pytest.raises(NotFound):
+        world.models.get("their-encoder")
+
+
 def test_adapters_of_a_model_that_is_away_are_away_and_not_remembered_one_by_one(
     world: World,
 ) -> None:
