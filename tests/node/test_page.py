@@ -436,6 +436,22 @@ async def test_axe_finds_no_serious_fault(browser: Browser, shelf: Shelf) -> Non
     assert found == {}
 
 
+@pytest.mark.parametrize("odd", [{"models": 5}, {"memory": {"residents": 1}}])
+async def test_a_peer_that_tells_nonsense_stops_no_page(
+    browser: Browser, shelf: Shelf, odd: dict[str, object]
+) -> None:
+    async with told(browser, shelf, {}, odd) as page:
+        faults: list[str] = []
+        page.on("pageerror", lambda fault: faults.append(str(fault)))
+        for view in VIEWS:
+            await page.goto(f"{shelf.base}/#/{view}")
+            await page.locator("main h1").wait_for(state="attached")
+        await page.goto(f"{shelf.base}/#/")
+        await expect(page.locator(".tile")).to_have_count(3)
+        await expect(page.locator(".tile .badge", has_text="unreadable")).to_have_count(1)
+        assert faults == []
+
+
 async def test_it_opens_fast_with_few_requests_in_the_dark_and_on_a_phone(
     browser: Browser, shelf: Shelf
 ) -> None:
@@ -481,22 +497,6 @@ async def simulate(address: str) -> None:
         )
         done = await exchange_once(registry, [address], rng=random.Random(number))
         assert not done.errors
-
-
-@pytest.mark.parametrize("odd", [{"models": 5}, {"memory": {"residents": 1}}])
-async def test_a_peer_that_tells_nonsense_stops_no_page(
-    browser: Browser, shelf: Shelf, odd: dict[str, object]
-) -> None:
-    async with told(browser, shelf, {}, odd) as page:
-        faults: list[str] = []
-        page.on("pageerror", lambda fault: faults.append(str(fault)))
-        for view in VIEWS:
-            await page.goto(f"{shelf.base}/#/{view}")
-            await page.locator("main h1").wait_for(state="attached")
-        await page.goto(f"{shelf.base}/#/")
-        await expect(page.locator(".tile")).to_have_count(3)
-        await expect(page.locator(".tile .badge", has_text="unreadable")).to_have_count(1)
-        assert faults == []
 
 
 async def test_which_mac_is_slow_and_why(browser: Browser, shelf: Shelf) -> None:
