@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import ssl
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from blockbuster import BlockBuster
@@ -110,6 +112,23 @@ def grpc_stays_up() -> Iterator[None]:
     init_grpc_aio()
     yield
     shutdown_grpc_aio()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def authorities_are_read_once() -> None:
+    """Reading all authorities takes a client of `httpx` 20 ms, also for plain connections."""
+    read = ssl.create_default_context
+
+    @functools.cache
+    def once(cafile: str, _changed_ns: int) -> ssl.SSLContext:
+        return read(cafile=cafile)
+
+    def create_default_context(*purpose: Any, **named: Any) -> ssl.SSLContext:
+        if purpose or list(named) != ["cafile"] or not named["cafile"]:
+            return read(*purpose, **named)
+        return once(named["cafile"], Path(named["cafile"]).stat().st_mtime_ns)
+
+    ssl.create_default_context = create_default_context
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import socket
 import struct
@@ -60,7 +61,9 @@ TEMPLATE = (
 CORPUS = ["hello world, this is a little text about the world of text. 日本語 😀"] * 4
 
 
-def make_tokenizer() -> Tokenizer:
+@functools.cache
+def tokenizer_json() -> str:
+    """Trained once."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -71,12 +74,16 @@ def make_tokenizer() -> Tokenizer:
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    return tokenizer.to_str()
+
+
+def make_tokenizer() -> Tokenizer:
+    return Tokenizer.from_str(tokenizer_json())
 
 
 def make_folder(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer_json())
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
