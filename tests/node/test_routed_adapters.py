@@ -8,7 +8,6 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -66,6 +65,8 @@ async def test_adapters_of_neighbours_are_listed_for_the_clients_that_may_name_t
 
 
 async def test_an_adapter_of_a_neighbour_answers_in_every_dialect(shelf: Shelf) -> None:
+    import anthropic  # here: it costs each worker of xdist seconds to collect
+
     front, left = shelf.front, shelf.minis["left"]
     plain = await text(left, VERIFIER)
     for model in (BOTH, ONE):

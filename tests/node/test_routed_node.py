@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 import pytest_asyncio
@@ -77,6 +76,8 @@ async def test_what_the_owner_says_of_a_model_counts_at_each_node_from_the_first
 async def test_every_dialect_is_answered_by_a_neighbour_as_by_the_model_itself(
     shelf: OneModelShelf,
 ) -> None:
+    import anthropic  # here: it costs each worker of xdist seconds to collect
+
     assert [model.id async for model in shelf.openai.models.list()] == [MODEL]
     here = await shelf.chat(n=2)
     async with client_of(shelf.minis["left"]) as own:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
-import ollama
 import pytest
 
 from kakeya.generation.facts import ModelState
@@ -26,11 +24,19 @@ def folder(tmp_path):
 
 
 @asynccontextmanager
-async def client(*models: ToyModel, **fields) -> AsyncIterator[ollama.AsyncClient]:
+async def client(*models: ToyModel, **fields):
+    from ollama import AsyncClient  # here: it costs each worker of xdist time to collect
+
     async with serving(*models, **fields) as served:
-        made = ollama.AsyncClient(f"http://127.0.0.1:{served.port}", trust_env=False)
+        made = AsyncClient(f"http://127.0.0.1:{served.port}", trust_env=False)
         async with made._client:
             yield made
+
+
+def raised(words: str):
+    from ollama import ResponseError
+
+    return pytest.raises(ResponseError, match=words)
 
 
 async def test_a_chat_comes_whole_and_in_lines(folder):
@@ -90,11 +96,11 @@ async def test_a_request_without_a_prompt_loads_the_model(folder):
 async def test_a_client_raises_the_error_of_a_request_and_of_a_stream(folder):
     model = ToyModel(folder, fail_after=3, pace=Pace(step_s=0.001))
     async with client(model) as one:
-        with pytest.raises(ollama.ResponseError, match="not served here") as caught:
+        with raised("not served here") as caught:
             await one.chat("another", HI)
         assert caught.value.status_code == 404
         stream = await one.chat("toy", HI, stream=True)
-        with pytest.raises(ollama.ResponseError, match="the engine is gone"):
+        with raised("the engine is gone"):
             [part async for part in stream]
     assert model.open == 0
 
@@ -106,7 +112,7 @@ async def test_models_are_listed_and_described(folder):
         loaded = await one.ps()
         shown = await one.show("toy:latest")
         encoder = await one.show("encoder")
-        with pytest.raises(ollama.ResponseError, match="not served here"):
+        with raised("not served here"):
             await one.show("another")
         version = (await one._client.get("/api/version")).json()["version"]
     assert [model.model for model in listed.models] == ["toy", "waiting", "encoder"]
@@ -125,7 +131,7 @@ async def test_vectors_of_texts_come_in_order(folder):
         one_text = await one.embed("encoder:latest", "hello")
         two = await one.embed("encoder", ["hello", "world of text"], options={}, keep_alive="1m")
         long = await one.embed("encoder", "text " * 50)
-        with pytest.raises(ollama.ResponseError, match="at most"):
+        with raised("at most"):
             await one.embed("encoder", "text " * 50, truncate=False)
     assert two.embeddings[0] == one_text.embeddings[0]
     assert len(two.embeddings) == 2
