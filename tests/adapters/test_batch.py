@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kakeya.adapters.batch import AGE_S, MAX_ROWS, AdapterBatch, BatchFormer
 from kakeya.core.errors import InvalidArgument
+from tests.laws import laws_of
 
 KEYS = ("a", "b", "c", "d", "e")
 
@@ -137,8 +138,7 @@ class Line(RuleBasedStateMachine):
             assert self.former.oldest(but=but) == min(others, default=None)
 
 
-TestLine = Line.TestCase
-TestLine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestLine = laws_of(Line, cases=80, part=4)
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,13 +4,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kakeya.adapters.tiers import Adapter, AdapterTable, Move, Tier, TierRules
 from kakeya.adapters.usage_window import AccessWindow
 from kakeya.core.errors import Conflict, InvariantBroken, NotFound
+from tests.laws import laws_of
 
 BASE = "m"
 
@@ -285,8 +285,7 @@ class Tiers(RuleBasedStateMachine):
             assert (adapter in self.table.warm()) == adapter.is_warm
 
 
-TestTiers = Tiers.TestCase
-TestTiers.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestTiers = laws_of(Tiers, cases=60, part=3, steps=50)
 
 
 def test_ten_thousand_adapters_under_a_zipf_load_settle_and_stay_quick() -> None:

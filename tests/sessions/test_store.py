@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -13,6 +12,7 @@ from kakeya.core.errors import CapacityExhausted, Conflict, InvariantBroken, Not
 from kakeya.generation.facts import ModelFacts
 from kakeya.sessions.store import SessionLimits, SessionStore
 from tests.fakes import FakeClock
+from tests.laws import laws_of
 from tests.sessions.toy import HashServedModel
 
 FACTS = ModelFacts(
@@ -190,5 +190,4 @@ class StoreMachine(RuleBasedStateMachine):
         assert counts.active <= 4
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStoreMachine = laws_of(StoreMachine, cases=60, part=3, steps=30)

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core import errors
@@ -34,6 +34,7 @@ from kakeya.memory.estimate.history import KEPT, MAX_MODELS, WORKING_SET, SizeHi
 from kakeya.memory.estimate.size_file import decode_sizes, encode_sizes
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import MlxVerifier
+from tests.laws import law
 from tests.mlx.encoder_reference import write_encoder
 from tests.mlx.random_models import write_model
 
@@ -388,7 +389,7 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     assert str(len(data)) in estimate.problem
 
 
-@settings(deadline=None, max_examples=80)
+@law(80, part=4)
 @given(st.binary(max_size=300), st.binary(max_size=200), st.booleans())
 def test_no_bytes_make_an_estimate_fail(
     tmp_path_factory: pytest.TempPathFactory, weights: bytes, config: bytes, has_length: bool
@@ -414,7 +415,7 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@law(150, part=6)
 @given(st.dictionaries(NAMES, JSON | st.sampled_from(["gemma3_text", "llama", "deepseek_v2"])))
 def test_no_config_makes_an_estimate_fail(
     tmp_path_factory: pytest.TempPathFactory, config: dict[str, object]

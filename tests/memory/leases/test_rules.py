@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -25,6 +25,7 @@ from kakeya.memory.leases.lease import (
     in_order,
 )
 from kakeya.memory.leases.rules import EXPIRE_S, MachineSight
+from tests.laws import laws_of
 
 BOOT = "boot-1"
 BUDGET = 1000 * MIB
@@ -364,5 +365,4 @@ class LeaseMachine(RuleBasedStateMachine):
         assert not self.book.of(LeaseState.WAITING)
 
 
-TestLeaseMachine = LeaseMachine.TestCase
-TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestLeaseMachine = laws_of(LeaseMachine, cases=150, part=3, steps=30)

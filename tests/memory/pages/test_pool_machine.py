@@ -8,7 +8,6 @@ changes nothing, and what is gone stays gone for its old handle.
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -25,6 +24,7 @@ from kakeya.core.errors import Conflict, InvariantBroken, OutOfPages, PageFreed
 from kakeya.memory.pages.content import ContentType, Fit, PageConfig
 from kakeya.memory.pages.pins import Block, PinHolder
 from kakeya.memory.pages.pool import PageOwner, PagePool
+from tests.laws import laws_of
 
 SLAB = 8
 # Few kinds and sizes, so that blocks compete with their like.
@@ -291,8 +291,7 @@ class Pool(RuleBasedStateMachine):
         assert not self.evicted
 
 
-Pool.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestPool = Pool.TestCase
+TestPool = laws_of(Pool, cases=150, part=3)
 
 
 def test_the_machine_notices_a_pool_that_evicts_what_is_pinned() -> None:

@@ -8,7 +8,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
@@ -150,7 +150,7 @@ rows = st.tuples(
 
 @own_arithmetic
 @pytest.mark.parametrize("name", BATCHED)
-@settings(max_examples=12, deadline=None)
+@law(12, part=3)
 @given(
     made=st.lists(rows, min_size=2, max_size=5),
     rounds=st.lists(

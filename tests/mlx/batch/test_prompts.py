@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.mlx.batch import prompts
@@ -18,6 +18,7 @@ from kakeya.mlx.kv import layers as kv_layers
 from kakeya.mlx.loader import LoadedModel, load
 from kakeya.mlx.verifier import MlxVerifier
 from tests.arithmetic import own_arithmetic
+from tests.laws import law
 from tests.mlx.random_models import write_model
 
 KINDS = ("llama", "gemma3", "mamba")
@@ -65,7 +66,7 @@ def finish(forward: LayeredForward, between: Callable[[], object] = lambda: None
         between()
 
 
-@settings(deadline=None, max_examples=30)
+@law(30, part=3)
 @given(
     kind=st.sampled_from(KINDS),
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
@@ -133,7 +134,7 @@ def test_a_piece_is_appended_without_a_copy_of_the_kv(models: dict[str, LoadedMo
 
 
 @own_arithmetic
-@settings(deadline=None, max_examples=30)
+@law(30, part=3)
 @given(
     kind=st.sampled_from(("llama", "gemma3")),
     befores=st.lists(st.integers(0, 50), min_size=2, max_size=5),
