@@ -47,7 +47,7 @@ def kept(read: Read, module: str) -> Read:
     from pathlib import Path
 
     # The time of change tells two installations of one version apart.
-    source = Path(str(sys.modules[module].__file__))
+    source = Path(str(sys.modules[module].__file__)).resolve()  # one, by whichever link
     installation = f"{source} {source.stat().st_ctime_ns} {sys.version}"
 
     @functools.cache  # as transformers' own: a caller adds to what it got
