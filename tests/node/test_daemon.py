@@ -182,7 +182,6 @@ async def test_a_node_that_was_told_to_end_is_not_told_again_by_stop(tmp_path: P
         assert await node.stop() == 0, "started again, it is told again"
 
 
-@pytest.mark.alone
 async def test_a_second_node_is_refused_within_a_second(tmp_path: Path) -> None:
     """Row 14: one data directory, one port, one node; the best of a few on a shared machine."""
     async with NodeProcess(tmp_path, *NGRAM_ONLY) as node:
@@ -267,7 +266,6 @@ def metric(node: NodeProcess, name: str) -> float:
     return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
 
-@pytest.mark.alone
 async def test_a_damaged_state_file_is_set_aside_and_named_and_costs_no_time(
     tmp_path: Path,
 ) -> None:
