@@ -39,9 +39,13 @@ OTHERS = {
         "eval",
         "export",
         "git",
+        "head",
         "jq",
         "mkdir",
+        "mlx_lm.lora",
         "pip",
+        "tee",
+        "yes",
     ),
     *("promtool", "python", "python3", "sed", "shasum", "ssh", "tar"),
 }
