@@ -62,7 +62,7 @@ def _claude_code(target: NodeTarget) -> Values:
         "ANTHROPIC_SMALL_FAST_MODEL": target.model,
     }
     if target.context_tokens >= _CLAUDE_WINDOW:
-        # It takes an unknown model for one of 200,000 tokens, and would shorten chats too late.
+        # It takes an unknown model for one of a million tokens, and would shorten chats too late.
         env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.context_tokens)
     return {"env": env}
 

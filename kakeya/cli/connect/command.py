@@ -118,10 +118,11 @@ def connect_file(client: AgentProgram, file: Path, edit: Edit) -> None:
         ) from fault
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
-            _write(_backup(file), before, like=file)
-        else:
+        is_made = _made(file).exists() or not file.exists()
+        if is_made and not _backup(file).exists():
             _write(_made(file), "", like=file)
+        else:
+            _write(_backup(file), before, like=file)
         _write(file, edited, like=file)
     except OSError as fault:
         raise KakeyaError(f"{file} cannot be written: {fault.strerror}") from fault

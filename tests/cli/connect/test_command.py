@@ -50,6 +50,7 @@ def test_undo_gives_back_every_byte(name: str, mine: bool, tmp_path: Path) -> No
     assert b"kakeya-1" in once
     assert main([*at, "--node", "https://127.0.0.1:7", "--model", "other"]) == 0
     assert b"https://127.0.0.1:9" not in file.read_bytes()
+    assert len(files_in(tmp_path)) == 2
     assert main([*at, *REMOTE]) == 0
     assert file.read_bytes() == once
     assert main([*at, "--undo"]) == 0
