@@ -28,13 +28,11 @@ from kakeya.doctor.report import Finding, warning
 from kakeya.fleet.identity.identity import FOLDER as IDENTITY
 from kakeya.fleet.paths.interfaces import Interface, read_interfaces, read_thunderbolt_ports
 from kakeya.fleet.placement.ring import probe_ring_environment
-from kakeya.generation.spec import EMBEDDED_FOLDER
 
 SELF_TEST_S = 8.0
 _PROGRAM_S = 3.0
 _GET_FLAGS, _UP, _RUNNING = 0x8913, 0x1, 0x40
 """Of Linux: SIOCGIFFLAGS, IFF_UP, IFF_RUNNING."""
-_TEST_MODEL = EMBEDDED_FOLDER / "kakeya-tiny-draft"
 _KEYS = f"{IDENTITY}/*key.pem"
 
 
@@ -92,8 +90,7 @@ class Machine:
         return frozenset(name for name in names if _is_cut(name))
 
     async def _self_test(self) -> SelfTest:
-        command = (self.python, "-m", "kakeya.mlx.selftest", str(_TEST_MODEL))
-        output = await self._run(command, SELF_TEST_S)
+        output = await self._run((self.python, *judge.SELF_TEST), SELF_TEST_S)
         return read_self_test(output)
 
     async def _sleep(self) -> Finding | None:

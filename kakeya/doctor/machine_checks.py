@@ -23,7 +23,10 @@ from kakeya.doctor.report import Finding, fault, ok, shell, warning
 from kakeya.fleet.paths.discovery import DiscoveryStats
 from kakeya.fleet.paths.interfaces import Interface
 from kakeya.fleet.placement.ring import RingEnvironment
+from kakeya.generation.spec import EMBEDDED_FOLDER
 
+SELF_TEST = ("-m", "kakeya.mlx.selftest", str(EMBEDDED_FOLDER / "kakeya-tiny-draft"))
+"""What Python is given to test mlx."""
 DISK_WARNING_BYTES = GIB
 DISK_FAULT_BYTES = 64 * MIB
 """With less room, the node's own small files cannot be written safely."""
@@ -171,8 +174,11 @@ def check_mlx(test: SelfTest, python: str) -> Finding:
     """Judge whether mlx runs here, and computes two rows at once like each row alone."""
     reinstall = shell(python, "-m", "pip", "install", "--upgrade", "mlx", "mlx-lm")
     if test.is_unfinished:
-        detail = f"the self-test was {test.error}: the machine is busy, or mlx hangs"
-        return warning("mlx", detail, "kakeya doctor")
+        detail = (
+            f"the self-test was {test.error}: the machine is busy, or mlx hangs. Without a limit, "
+            "as below, it ends with a line of its result unless mlx hangs"
+        )
+        return warning("mlx", detail, shell(python, *SELF_TEST))
     if test.error:
         return fault("mlx", f"the self-test did not pass: {test.error}", reinstall)
     where = f"mlx {test.mlx} on {test.device}"

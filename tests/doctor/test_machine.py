@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kakeya.core.programs import Output, run_program
-from kakeya.doctor import machine as machine_module
 from kakeya.doctor.machine import Machine, listen_fault
+from kakeya.doctor.machine_checks import SELF_TEST
 from kakeya.doctor.report import Finding, Severity
 from tests.doctor.small_nodes import GOOD_TEST, no_program
 from tests.doctor.test_machine_checks import MINI_AS_DELIVERED
@@ -107,4 +107,4 @@ def test_a_port_is_tried() -> None:
 
 
 def test_the_model_of_the_self_test_is_shipped() -> None:
-    assert (machine_module._TEST_MODEL / "config.json").is_file()
+    assert (Path(SELF_TEST[-1]) / "config.json").is_file()

@@ -205,6 +205,8 @@ def test_the_self_test_of_mlx(test: SelfTest, level: Severity, words: str) -> No
     assert words in line.detail
     if level is Severity.FAULT:
         assert line.command == "/opt/py -m pip install --upgrade mlx mlx-lm"
+    if level is Severity.WARNING:
+        assert line.command.startswith("/opt/py -m kakeya.mlx.selftest /")
 
 
 @pytest.mark.parametrize(
