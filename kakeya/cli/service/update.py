@@ -2,7 +2,8 @@
 serves; where it does not, go back to the version before.
 
 git   the clone from which `./scripts/kakeya` runs: what its upstream branch has
-pip   an environment into which kakeya was installed: the newest package, or that of --to
+pip   an environment into which kakeya was installed: the newest package, or that of --to, a version
+      or a wheel
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
+from zipfile import ZipFile
 
 from kakeya.cli.data_dir import add_data_dir
 from kakeya.cli.node_api import NodeApi
@@ -41,7 +44,9 @@ _LOOK_S = 0.5
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command to those of `kakeya`."""
     update = commands.add_parser("update", help=_TEXT, description=_TEXT, allow_abbrev=False)
-    update.add_argument("--to", default="", metavar="VERSION", help="a version, or a git commit")
+    update.add_argument(
+        "--to", default="", metavar="VERSION", help="a version, a wheel, or a git commit"
+    )
     update.add_argument("--dry-run", action="store_true", help="tell what would be done")
     add_data_dir(update)
 
@@ -68,7 +73,7 @@ def run(options: argparse.Namespace) -> int | None:
 class UpdateSource:
     """Where this program came from, and the commands that bring another version of it.
 
-    `look` changes nothing; `version` is what runs at this moment, to which `bring` can go back.
+    `look` changes nothing; `version` is what runs at this moment.
     """
 
     told: str
@@ -77,6 +82,9 @@ class UpdateSource:
     bring: Callable[[str], tuple[tuple[str, ...], ...]]
     coming: Callable[[str], str]
     """The version that `bring` would bring. Raises ConfigError, as of one that does not exist."""
+    keep: Callable[[Path], tuple[tuple[str, ...], ...]]
+    """Keeps `version`, in an empty folder, and returns the commands that go back to it."""
+    newest: str = "that is the newest version"
 
 
 def find_source(ask: Program) -> UpdateSource:
@@ -91,24 +99,65 @@ def find_source(ask: Program) -> UpdateSource:
         if not (place / ".git").exists():
             raise ConfigError(f"{place} is no clone of git; put the new version there yourself")
         return git_source(place, ask)
-    return pip_source(found.version, ask)
+    return pip_source(found, ask)
 
 
-def pip_source(version: str, ask: Program) -> UpdateSource:
+def pip_source(installed: metadata.Distribution, ask: Program) -> UpdateSource:
     """Packages of the environment in which this program runs."""
+    version = installed.version
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    # Of a wheel of the version that is there pip would install nothing.
+    again = (*pip, "--force-reinstall", "--no-deps")
 
     def bring(to: str) -> tuple[tuple[str, ...], ...]:
+        if to.endswith(".whl"):
+            wheel = str(Path(to).absolute())
+            return ((*pip, wheel), (*again, wheel))
         return ((*pip, f"kakeya=={to}") if to else (*pip, "--upgrade", "kakeya"),)
 
     def coming(to: str) -> str:
-        (command,) = bring(to)
-        said = _said(ask, (*command, "--no-deps", "--dry-run", "--report", "-"))
+        said = _said(ask, (*bring(to)[-1], "--no-deps", "--dry-run", "--report", "-"))
         found = json.loads(said)["install"]
-        return str(found[0]["metadata"]["version"]) if found else version
+        coming = str(found[0]["metadata"]["version"]) if found else version
+        return f"{coming}, again" if found and coming == version else coming
 
-    told = f"installed by pip, version {version}"
-    return UpdateSource(told=told, version=version, look=(), bring=bring, coming=coming)
+    def keep(folder: Path) -> tuple[tuple[str, ...], ...]:
+        return ((*again, str(pack_installed(installed, folder))),)
+
+    return UpdateSource(
+        told=f"installed by pip, version {version}",
+        version=version,
+        look=(),
+        bring=bring,
+        coming=coming,
+        keep=keep,
+        newest="pip finds no newer one; --to WHEEL takes one from a file",
+    )
+
+
+def pack_installed(installed: metadata.Distribution, folder: Path) -> Path:
+    """Make a wheel of an installed package, since no index may have its version.
+
+    Raises ConfigError where files of it cannot be read.
+    """
+    info = f"{installed.name}-{installed.version}.dist-info"
+    wheel = folder / f"{installed.name}-{installed.version}-py3-none-any.whl"
+    files = [
+        file
+        for file in installed.files or ()
+        if file.parts[0] in (installed.name, info)
+        and file.suffix != ".pyc"
+        and file.name not in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
+    ]
+    try:
+        with ZipFile(wheel, "w", strict_timestamps=False) as packed:
+            for file in files:
+                packed.write(str(file.locate()), str(file))
+            record = f"{info}/RECORD"
+            packed.writestr(record, "".join(f"{file},,\n" for file in (*files, record)))
+    except OSError as fault:
+        raise ConfigError(f"not updated: {installed.version} cannot be kept: {fault}") from fault
+    return wheel
 
 
 def git_source(place: Path, ask: Program) -> UpdateSource:
@@ -133,7 +182,14 @@ def git_source(place: Path, ask: Program) -> UpdateSource:
 
     version = _said(ask, (*git, "rev-parse", "HEAD"))
     told = f"the clone {place}, at {version[:12]}"
-    return UpdateSource(told=told, version=version, look=look, bring=bring, coming=coming)
+    return UpdateSource(
+        told=told,
+        version=version,
+        look=look,
+        bring=bring,
+        coming=coming,
+        keep=lambda _: bring(version),
+    )
 
 
 class NodeKeeper:
@@ -192,15 +248,29 @@ def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str
     _all(ask, source.look)
     coming = source.coming(to)
     if coming == source.version:
-        return f"{source.told}: that is {'the version asked for' if to else 'the newest version'}"
+        return f"{source.told}: {'that is the version asked for' if to else source.newest}"
     node.check()
     _tell(source.told)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # for the owner of the environment, where root updates
+        return _updated(source, node, ask, to, coming, source.keep(Path(folder)))
+
+
+def _updated(
+    source: UpdateSource,
+    node: NodeKeeper,
+    ask: Program,
+    to: str,
+    coming: str,
+    back: Sequence[Sequence[str]],
+) -> str:
     with ctrl_c_told("not updated: the node drains already, and starts again as it was") as pressed:
         node.stop()
         if pressed:
             node.start()
             raise ConfigError(f"not updated: Ctrl-C; {source.version[:12]} runs again")
     try:
+        _tell(f"{coming[:12]} is installed and started")
         _all(ask, source.bring(to))
         node.start()
     except (KakeyaError, OSError, KeyboardInterrupt) as problem:
@@ -208,7 +278,7 @@ def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str
         _tell(f"the new version does not serve: {reason}; going back")
         with ctrl_c_told("the version before comes back; wait"):
             node.end()
-            _all(ask, source.bring(source.version))
+            _all(ask, back)
             node.start()
         raise ConfigError(f"not updated: {reason}; {source.version[:12]} runs again") from problem
     return f"updated from {source.version[:12]} to {coming[:12]}"

@@ -7,15 +7,25 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from kakeya.cli.service import update as update_module
 from kakeya.cli.service.command import program
-from kakeya.cli.service.update import NodeKeeper, git_source, pip_source, update
+from kakeya.cli.service.update import (
+    NodeKeeper,
+    git_source,
+    pack_installed,
+    pip_source,
+    update,
+)
 from kakeya.core.errors import ConfigError
 from kakeya.node.datadir import DataDir, RunInfo
+
+OLD = "kakeya-0.1.0-py3-none-any.whl"
 
 
 def git(place: Path, *words: str) -> str:
@@ -157,22 +167,62 @@ def test_changes_of_the_owner_are_left_alone(clone: Path, tmp_path: Path) -> Non
     assert (node.done, (clone / "file").read_text()) == ([], "mine")
 
 
-def test_a_package_is_brought_by_pip_and_taken_back_by_its_version(tmp_path: Path) -> None:
+def installed(site: Path) -> metadata.Distribution:
+    info = site / "kakeya-0.1.0.dist-info"
+    (site / "kakeya").mkdir(parents=True)
+    (site / "kakeya" / "__init__.py").write_text("")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kakeya\nVersion: 0.1.0\n")
+    files = ["kakeya/__init__.py", "../bin/kakeya", "kakeya/__pycache__/__init__.pyc"]
+    files += [f"{info.name}/{name}" for name in ("METADATA", "RECORD", "INSTALLER")]
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    return metadata.Distribution.at(info)
+
+
+def test_an_installed_package_is_packed_into_a_wheel_again(tmp_path: Path) -> None:
+    with ZipFile(pack_installed(installed(tmp_path / "site"), tmp_path)) as wheel:
+        names = wheel.namelist()
+        record = wheel.read("kakeya-0.1.0.dist-info/RECORD").decode()
+    info = "kakeya-0.1.0.dist-info"
+    assert names == ["kakeya/__init__.py", f"{info}/METADATA", f"{info}/RECORD"]
+    assert [line.split(",")[0] for line in record.splitlines()] == names
+
+
+def test_a_package_that_cannot_be_kept_is_not_updated(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    found, node = installed(tmp_path / "site"), Node(tmp_path / "place")
+    (tmp_path / "site" / "kakeya" / "__init__.py").unlink()
+    report = json.dumps({"install": [{"metadata": {"version": "0.2.0"}}]})
+
+    def pip(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        assert "--dry-run" in command
+        return subprocess.CompletedProcess(command, 0, report, "")
+
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        update(pip_source(found, pip), node, pip, "")
+    assert not node.done
+
+
+def test_a_package_is_brought_by_pip_and_taken_back_as_it_was(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def pip(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        wanted = command[6:8] if "--upgrade" in command else command[6:7]
+        (wanted,) = (Path(one).name for one in command[6:] if not one.startswith("-"))
+        assert ("--upgrade" in command) == (wanted == "kakeya")
         if is_look := "--dry-run" in command:
             assert command[-2:] == ("--report", "-")
-        asked.append(" ".join(("look", *wanted) if is_look else wanted))
-        version = {"kakeya==9": "9", "kakeya==0.1.0": "0.1.0"}.get(wanted[-1], "0.2.0")
+        asked.append(f"look {wanted}" if is_look else wanted)
+        version = {"kakeya==9": "9", "kakeya==0.1.0": "0.1.0", OLD: "0.1.0"}.get(wanted, "0.2.0")
         if version == "9" and is_look == fails_at_look:
             return subprocess.CompletedProcess(command, 1, "", "No matching distribution")
-        found = [{"metadata": {"version": version}}] * (version != "0.1.0")
+        found = [{"metadata": {"version": version}}]
+        if version == "0.1.0" and "--force-reinstall" not in command:
+            found = []
         return subprocess.CompletedProcess(command, 0, json.dumps({"install": found}), "")
 
     (tmp_path / "file").write_text("one")
-    source, node, fails_at_look = pip_source("0.1.0", pip), Node(tmp_path), True
+    source = pip_source(installed(tmp_path / "site"), pip)
+    node, fails_at_look = Node(tmp_path), True
     assert update(source, node, pip, "") == "updated from 0.1.0 to 0.2.0"
     node.done.clear()
     with pytest.raises(ConfigError, match="No matching distribution"):
@@ -183,10 +233,13 @@ def test_a_package_is_brought_by_pip_and_taken_back_by_its_version(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"No matching distribution; 0\.1\.0 runs again"):
         update(source, node, pip, "9")
     assert asked == [
-        *("look --upgrade kakeya", "--upgrade kakeya"),
+        *("look kakeya", "kakeya"),
         *("look kakeya==9", "look kakeya==0.1.0"),
-        *("look kakeya==9", "kakeya==9", "kakeya==0.1.0"),
+        *("look kakeya==9", "kakeya==9", OLD),
     ]
+    asked.clear()
+    assert update(source, node, pip, f"dist/{OLD}") == "updated from 0.1.0 to 0.1.0, again"
+    assert asked == [f"look {OLD}", OLD, OLD]
 
 
 def test_a_commit_that_does_not_exist_drains_no_node(clone: Path) -> None:
