@@ -27,6 +27,7 @@ from kakeya.core.settings import Illegal, split_address
 from kakeya.v1.distributed_pb2 import GetNodeCapabilityRequest
 from kakeya.v1.distributed_pb2_grpc import CapabilityServiceStub
 from kakeya.wire.channels import Channels, Keepalive
+from kakeya.wire.status import plain_details
 
 DIAL_S = 2.0
 """The limit of one dial; a node in the same room answers within milliseconds."""
@@ -182,7 +183,7 @@ class Dialler:
         return DialAttempt(address=address, outcome=outcome, errno=max(0, number), error=words)
 
     async def _explain(self, reached: DialAttempt, failure: grpc.aio.AioRpcError) -> DialAttempt:
-        words = failure.details() or failure.code().name
+        words = plain_details(failure.details() or "") or failure.code().name
         match failure.code():
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return replace(reached, outcome=DialOutcome.SILENT, error=words)

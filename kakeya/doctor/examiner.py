@@ -32,6 +32,7 @@ from kakeya.fleet.paths.discovery import DiscoveryStats
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import DoctorServiceStub
+from kakeya.wire.status import plain_details
 
 LIMIT_S = 9.0
 _BACK_S = 4.0
@@ -328,7 +329,7 @@ def _no_answer(failure: grpc.aio.AioRpcError, peer: Peer) -> Finding:
     if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
         detail = f"{peer.name} cannot check back: its version knows no doctor"
         return warning("checked back", detail, UPDATE, on=peer.name, peer=peer.name)
-    words = failure.details() or failure.code().name
+    words = plain_details(failure.details() or "") or failure.code().name
     detail = f"{peer.name} was asked to check back and did not: {words}"
     return warning("checked back", detail, shell("kakeya", "doctor", peer.name), peer=peer.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -57,6 +58,22 @@ _NAMED = {
     if isinstance(kind, type) and issubclass(kind, errors.KakeyaError) and "code" in vars(kind)
 }
 """The errors that cross as they are; of the others the nearest ancestor by status."""
+_UNREACHED = re.compile(
+    r"failed to connect to all addresses; last error: [A-Z_]+: (?:ipv[46]:|(?=unix:))(\S+): (.*)",
+    re.DOTALL,
+)
+_REASONS = {
+    "Connection refused": "nothing listens there",
+    "No route to host": "no route leads to that machine",
+    "Network is unreachable": "no route leads to that network",
+    "Connection reset": "it was cut",
+    "Socket closed": "it was closed at once",
+    "handshaker shutdown": "nothing answers there",
+    "Timeout occurred": "nothing answers there",
+    "timed out": "nothing answers there",
+    "No such file": "there is no such socket",
+}
+"""Why there is no connection, by words of gRPC."""
 _LONGEST_WAIT_S = 3600.0
 """The longest wait that a peer's error may ask of its caller."""
 _LONGEST_PARAM = 200
@@ -105,7 +122,7 @@ def error_from_status(
     is_unsaid = code is grpc.StatusCode.UNAVAILABLE and "kakeya-error" not in said
     if is_unsaid and (refused := handshake_failure(details, peer)):
         return refused
-    words = f"{peer}: {details or code}"
+    words = f"{peer}: {plain_details(details) or code}"
     kind = ERROR_BY_STATUS.get(code, errors.PeerError) if code else errors.PeerError
     name = said.get("kakeya-error", "")
     named = next((one for one in kinds if one.code == name), _NAMED.get(name, kind))
@@ -123,6 +140,16 @@ def error_from_status(
         failure.moved_to = unquote(moved_to)[:_LONGEST_PARAM]
     failure.retry_after_s = _wait_of(said)
     return failure
+
+
+def plain_details(details: str) -> str:
+    """What gRPC says of a connection that did not come about, in plain words with its address; any
+    other text as it is."""
+    found = _UNREACHED.fullmatch(details)
+    if found is None:
+        return details
+    reason = next((said for words, said in _REASONS.items() if words in found[2]), found[2])
+    return f"no connection to {unquote(found[1])}: {reason}"
 
 
 def is_answer(failure: errors.KakeyaError) -> bool:

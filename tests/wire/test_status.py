@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import grpc
 import grpc.aio
 import pytest
 
 from kakeya.core import errors
-from kakeya.wire.status import error_from_rpc, metadata_of, status_of
+from kakeya.wire.calls import call_bytes
+from kakeya.wire.status import error_from_rpc, metadata_of, plain_details, status_of
 
 Code = grpc.StatusCode
 
@@ -89,3 +92,37 @@ def test_a_wait_is_taken_from_whole_seconds_and_bounded(said: str, seconds: floa
     error = error_from_rpc(failed(Code.RESOURCE_EXHAUSTED, "full", retry_after=said), "peer:1")
     assert isinstance(error, errors.Refused)
     assert error.retry_after_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "UNKNOWN: ipv4:10.0.0.3:50051: Failed to connect to remote host: Connection refused",
+            "no connection to 10.0.0.3:50051: nothing listens there",
+        ),
+        (
+            "UNKNOWN: ipv6:%5Bfd00::1%5D:5: tcp handshaker shutdown",
+            "no connection to [fd00::1]:5: nothing answers there",
+        ),
+        (
+            "FAILED_PRECONDITION: unix:/a.sock: connect failed: addr: unix:/a.sock error: No such "
+            "file or directory",
+            "no connection to unix:/a.sock: there is no such socket",
+        ),
+        ("UNKNOWN: ipv4:10.0.0.3:5: a new reason", "no connection to 10.0.0.3:5: a new reason"),
+    ],
+)
+def test_a_connection_that_fails_is_told_in_plain_words(said: str, told: str) -> None:
+    assert plain_details(f"failed to connect to all addresses; last error: {said}") == told
+
+
+async def test_what_grpc_says_of_a_port_where_nothing_listens_is_told_in_plain_words() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(errors.PeerUnavailable) as failed_call:
+            await call_bytes(channel, "mini-2", "/a.B/C", b"", timeout_s=20)
+    assert failed_call.value.message == (
+        f"mini-2: no connection to {address}: nothing listens there"
+    )

@@ -39,6 +39,7 @@ from kakeya.v1.drafts_pb2 import DraftStreamRequest, DraftStreamResponse
 from kakeya.v1.drafts_pb2_grpc import DraftStreamServiceStub
 from kakeya.wire.channels import is_local, sync_channel
 from kakeya.wire.security import TlsMaterial
+from kakeya.wire.status import plain_details
 from kakeya.wire.tls import FolderSecurity, handshake_failure
 
 __all__ = ["MalformedDraft", "PendingDraft", "RemoteDraftBook", "RemoteProposer"]
@@ -348,7 +349,8 @@ class RemoteProposer:
         details = failure.details() if isinstance(failure, grpc.Call) else repr(failure)
         named = status.name if status is not None else "no status"
         refused = handshake_failure(details or "", self.name)
-        problem = f"{self.name}: {named}: {details}" if refused is None else refused.message
+        said = plain_details(details or "")
+        problem = f"{self.name}: {named}: {said}" if refused is None else refused.message
         self._count_failure(problem)
         return RemoteProposerError(problem, status=status)
 
