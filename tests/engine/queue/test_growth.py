@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya.core.errors import KvRefused, MemoryRefused
@@ -11,6 +11,7 @@ from kakeya.engine.queue.queue import LACK_S
 from kakeya.engine.queue.room import AHEAD_TOKENS, STEP_TOKENS
 from kakeya.generation.frames import KvWant
 from tests.engine.virtual_rig import CHUNK_S, STEP_S, VirtualRig, expected
+from tests.laws import law
 
 BLOCK = KV_BLOCK_TOKENS  # bytes, at one byte a token
 FIRST = 8 * BLOCK
@@ -152,7 +153,7 @@ def test_two_long_sequences_take_turns_where_memory_is_for_one() -> None:
     assert rig.now_s >= 2 * 7999 * CHUNK_S / 32
 
 
-@settings(deadline=None, max_examples=40)
+@law(40, part=4)
 @given(
     wanted=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 900)), min_size=1, max_size=6),
     most=st.integers(8, 40),

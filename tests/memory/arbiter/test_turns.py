@@ -15,11 +15,12 @@ from itertools import count, islice
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks.swap import collation_loads
 from kakeya.core import errors
 from kakeya.memory.arbiter.resident import LeaseId, RequestPriority, State, Warmth
+from tests.laws import law
 from tests.memory.worlds import World, ask, key
 
 WARM = Warmth(stay_warm_s=300)
@@ -139,7 +140,7 @@ def test_who_goes_on_asking_gets_the_room_of_a_busy_model(
         max_size=8,
     )
 )
-@settings(max_examples=30, deadline=None)
+@law(30, part=3)
 def test_whoever_goes_on_asking_is_served(clients: list[Client]) -> None:
     """Of whichever priority: nobody starves behind a stream of others, nor do they behind it."""
     town = Town(clients)

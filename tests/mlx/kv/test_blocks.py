@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import (
     CacheList,
@@ -31,6 +31,7 @@ from kakeya.mlx.numerics import attention
 from kakeya.mlx.numerics.grid import is_row_exact
 from kakeya.mlx.verifier import MlxVerifier
 from tests.arithmetic import own_arithmetic
+from tests.laws import law
 from tests.mlx.random_models import VOCAB, write_model
 
 B = 32
@@ -205,11 +206,7 @@ def test_pieces_are_of_no_account_where_that_is_said(
     assert len(found) == 1
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@law(12, part=2)
 @given(data=st.data())
 def test_any_number_of_blocks_of_any_text_is_as_good_as_computing_it(
     models: dict[str, LoadedModel], data: st.DataObject
@@ -244,11 +241,7 @@ def append(state: MlxVerifier, rows: Sequence[int]) -> None:
             state.prefill(tokens)
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@law(25, part=5)
 @given(data=st.data(), before=STEPS, singles=st.integers(0, 30), trimmed=st.integers(0, 3))
 def test_what_is_stowed_at_any_point_goes_on_bit_for_bit(
     models: dict[str, LoadedModel],
