@@ -122,7 +122,7 @@ def error_from_status(
     is_unsaid = code is grpc.StatusCode.UNAVAILABLE and "kakeya-error" not in said
     if is_unsaid and (refused := handshake_failure(details, peer)):
         return refused
-    words = f"{peer}: {plain_details(details) or code}"
+    words = f"{peer}: {plain_details(details, peer) or code}"
     kind = ERROR_BY_STATUS.get(code, errors.PeerError) if code else errors.PeerError
     name = said.get("kakeya-error", "")
     named = next((one for one in kinds if one.code == name), _NAMED.get(name, kind))
@@ -142,14 +142,15 @@ def error_from_status(
     return failure
 
 
-def plain_details(details: str) -> str:
-    """What gRPC says of a connection that did not come about, in plain words with its address; any
-    other text as it is."""
+def plain_details(details: str, peer: str = "") -> str:
+    """What gRPC says of a connection that did not come about, in plain words with its address if
+    that is not how `peer` is named; any other text as it is."""
     found = _UNREACHED.fullmatch(details)
     if found is None:
         return details
     reason = next((said for words, said in _REASONS.items() if words in found[2]), found[2])
-    return f"no connection to {unquote(found[1])}: {reason}"
+    address = unquote(found[1])
+    return f"no connection{f' to {address}' if address != peer else ''}: {reason}"
 
 
 def is_answer(failure: errors.KakeyaError) -> bool:

@@ -115,6 +115,10 @@ def test_a_wait_is_taken_from_whole_seconds_and_bounded(said: str, seconds: floa
 )
 def test_a_connection_that_fails_is_told_in_plain_words(said: str, told: str) -> None:
     assert plain_details(f"failed to connect to all addresses; last error: {said}") == told
+    refused = (
+        "failed to connect to all addresses; last error: UNKNOWN: ipv4:a:1: Connection refused"
+    )
+    assert plain_details(refused, "a:1") == "no connection: nothing listens there"
 
 
 async def test_what_grpc_says_of_a_port_where_nothing_listens_is_told_in_plain_words() -> None:
