@@ -2,8 +2,8 @@
 serves; where it does not, go back to the version before.
 
 git   the clone from which `./scripts/kakeya` runs: what its upstream branch has
-pip   an environment into which kakeya was installed: the newest package, or that of --to, a version
-      or a wheel
+pip   an environment into which kakeya was installed: the newest package of the index that it came
+      from, or that of --to, a version or a wheel
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 from zipfile import ZipFile
 
@@ -93,13 +93,18 @@ def find_source(ask: Program) -> UpdateSource:
         found = metadata.distribution("kakeya")
     except metadata.PackageNotFoundError:
         raise ConfigError("this program is not installed; update the folder it runs from") from None
-    said = json.loads(found.read_text("direct_url.json") or "{}")
-    place = Path(unquote(urlsplit(str(said.get("url", ""))).path))
+    said, place = _came_from(found)
     if said.get("dir_info", {}).get("editable"):
         if not (place / ".git").exists():
             raise ConfigError(f"{place} is no clone of git; put the new version there yourself")
         return git_source(place, ask)
     return pip_source(found, ask)
+
+
+def _came_from(installed: metadata.Distribution) -> tuple[dict[str, Any], Path]:
+    """What pip noted of a package that it took from no index (PEP 610), and the path in it."""
+    said = json.loads(installed.read_text("direct_url.json") or "{}")
+    return said, Path(unquote(urlsplit(str(said.get("url", ""))).path))
 
 
 def pip_source(installed: metadata.Distribution, ask: Program) -> UpdateSource:
@@ -113,6 +118,13 @@ def pip_source(installed: metadata.Distribution, ask: Program) -> UpdateSource:
         if to.endswith(".whl"):
             wheel = str(Path(to).absolute())
             return ((*pip, wheel), (*again, wheel))
+        said, place = _came_from(installed)
+        if said and not to:
+            # What an index has by this name may be of another author.
+            raise ConfigError(
+                f"kakeya {version} was installed from {place}, not from an index: name a newer "
+                "wheel with --to"
+            )
         return ((*pip, f"kakeya=={to}") if to else (*pip, "--upgrade", "kakeya"),)
 
     def coming(to: str) -> str:
@@ -122,7 +134,11 @@ def pip_source(installed: metadata.Distribution, ask: Program) -> UpdateSource:
         return f"{coming}, again" if found and coming == version else coming
 
     def keep(folder: Path) -> tuple[tuple[str, ...], ...]:
-        return ((*again, str(pack_installed(installed, folder))),)
+        wheel = pack_installed(installed, folder)
+        if _came_from(installed)[0]:
+            return ((*again, str(wheel)),)
+        # By its name, so that pip notes no file that it came from.
+        return ((*again, "--no-index", f"--find-links={folder}", f"kakeya=={version}"),)
 
     return UpdateSource(
         told=f"installed by pip, version {version}",

@@ -188,6 +188,16 @@ def test_an_installed_package_is_packed_into_a_wheel_again(tmp_path: Path) -> No
     assert [line.split(",")[0] for line in record.splitlines()] == names
 
 
+def test_a_package_that_came_from_a_file_is_asked_of_no_index(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    found, node = installed(tmp_path / "site"), Node(tmp_path / "place")
+    noted = {"url": f"file:///wheels%20here/{OLD}", "archive_info": {}}
+    (tmp_path / "site" / "kakeya-0.1.0.dist-info" / "direct_url.json").write_text(json.dumps(noted))
+    with pytest.raises(ConfigError, match=rf"installed from /wheels here/{OLD}, .* with --to"):
+        update(pip_source(found, without_pip), node, without_pip, "")
+    assert not node.done
+
+
 def test_a_package_that_cannot_be_kept_is_not_updated(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     found, node = installed(tmp_path / "site"), Node(tmp_path / "place")
@@ -235,7 +245,7 @@ def test_a_package_is_brought_by_pip_and_taken_back_as_it_was(tmp_path: Path) ->
     assert asked == [
         *("look kakeya", "kakeya"),
         *("look kakeya==9", "look kakeya==0.1.0"),
-        *("look kakeya==9", "kakeya==9", OLD),
+        *("look kakeya==9", "kakeya==9", "kakeya==0.1.0"),
     ]
     asked.clear()
     assert update(source, node, pip, f"dist/{OLD}") == "updated from 0.1.0 to 0.1.0, again"
