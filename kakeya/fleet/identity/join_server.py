@@ -160,10 +160,13 @@ class JoinServer:
         event(_log, "join port open", addresses=",".join(self._addresses))
 
     async def _shut(self) -> None:
-        server, self._server, self._addresses = self._server, None, ()
+        server, self._server = self._server, None
         self._opened.clear()
         if server is not None:
-            await server.stop(None)
+            try:
+                await server.stop(None)
+            finally:
+                self._addresses = ()
             event(_log, "join port closed")
 
     async def _restore(self) -> None:
