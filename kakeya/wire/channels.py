@@ -99,7 +99,8 @@ def message_options(limit_bytes: int = NETWORK_MESSAGE_BYTES) -> tuple[Option, .
 def engine_options() -> tuple[Option, ...]:
     """Make the options that both ends of the socket between an agent and an engine need."""
     return (
-        # Pings that measure a network would wake an idle node, and a socket has no delay to learn.
+        # Pings that measure a network would wake an idle node, and a socket has no delay to learn:
+        # the window of a stream, which they would widen, is wide from the start.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 4 * MIB),
         *message_options(ENGINE_MESSAGE_BYTES),

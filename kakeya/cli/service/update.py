@@ -119,7 +119,7 @@ def pip_source(installed: metadata.Distribution, ask: Program) -> UpdateSource:
             wheel = str(Path(to).absolute())
             return ((*pip, wheel), (*again, wheel))
         said, place = _came_from(installed)
-        if said and not to:
+        if said:
             # What an index has by this name may be of another author.
             raise ConfigError(
                 f"kakeya {version} was installed from {place}, not from an index: name a newer "
@@ -130,8 +130,8 @@ def pip_source(installed: metadata.Distribution, ask: Program) -> UpdateSource:
     def coming(to: str) -> str:
         said = _said(ask, (*bring(to)[-1], "--no-deps", "--dry-run", "--report", "-"))
         found = json.loads(said)["install"]
-        coming = str(found[0]["metadata"]["version"]) if found else version
-        return f"{coming}, again" if found and coming == version else coming
+        brought = str(found[0]["metadata"]["version"]) if found else version
+        return f"{brought}, again" if found and brought == version else brought
 
     def keep(folder: Path) -> tuple[tuple[str, ...], ...]:
         wheel = pack_installed(installed, folder)

@@ -193,8 +193,9 @@ def test_a_package_that_came_from_a_file_is_asked_of_no_index(tmp_path: Path) ->
     found, node = installed(tmp_path / "site"), Node(tmp_path / "place")
     noted = {"url": f"file:///wheels%20here/{OLD}", "archive_info": {}}
     (tmp_path / "site" / "kakeya-0.1.0.dist-info" / "direct_url.json").write_text(json.dumps(noted))
-    with pytest.raises(ConfigError, match=rf"installed from /wheels here/{OLD}, .* with --to"):
-        update(pip_source(found, without_pip), node, without_pip, "")
+    for to in ("", "0.2.0"):
+        with pytest.raises(ConfigError, match=rf"installed from /wheels here/{OLD}, .* with --to"):
+            update(pip_source(found, without_pip), node, without_pip, to)
     assert not node.done
 
 
