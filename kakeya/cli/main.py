@@ -46,7 +46,7 @@ DOCTOR = "find faults of this node, its peers and the network between them"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    options = _parsed(argv)
+    options = parser().parse_args(argv)
     try:
         return _run(options)
     except ConfigError as wrong:
@@ -61,16 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of the pipe has closed it; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    whole = parser()
-    options, left = whole.parse_known_args(argv)
-    if left and (options.command != "bench" or any(word.startswith("-") for word in left)):
-        whole.error(f"unrecognized arguments: {' '.join(left)}")
-    if left:  # words behind an option: bench compare --data-dir DIR A B
-        options.words += left
-    return options
 
 
 def _complain(problem: KakeyaError) -> None:
