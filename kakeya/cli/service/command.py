@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,13 @@ from typing import TypeVar
 
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.logs import last_lines
-from kakeya.cli.service.files import ServiceKind, ServicePlan, ServiceUser, plan_service
+from kakeya.cli.service.files import (
+    ServiceKind,
+    ServicePlan,
+    ServiceUser,
+    plan_service,
+    why_ended,
+)
 from kakeya.cli.service.start import until_ready
 from kakeya.config.config import SETTINGS, load
 from kakeya.config.reader import CONFIG_FLAG
@@ -111,6 +118,8 @@ class Service:
         self._plan = plan
         self._folder = folder
         self._program = program
+        self._began_unix = 0
+        self._at_start = ""
 
     def install(self) -> dict[str, object]:
         """Write the file and start the node; a failure changes nothing. Raises KakeyaError."""
@@ -131,8 +140,8 @@ class Service:
             plan.file.parent.mkdir(parents=True, exist_ok=True)
             plan.file.write_bytes(plan.content)
             plan.file.chmod(0o644)
-            self._all(plan.load)
-            run = until_ready(self._folder, before.pid if before else 0)
+            self.start()
+            run = until_ready(self._folder, before.pid if before else 0, self.why_ended)
         except (OSError, KakeyaError) as problem:
             message = problem.message if isinstance(problem, KakeyaError) else str(problem)
             with contextlib.suppress(OSError):
@@ -181,7 +190,24 @@ class Service:
 
     def start(self) -> None:
         """Start the node again. Raises ConfigError."""
+        self._began_unix = int(time.time())
         self._all(self._plan.load)
+        self._at_start = self._program(self._plan.look).stdout
+
+    def why_ended(self) -> str:
+        """Why the node has ended since `start`; "" = it has not. The system starts it again."""
+        return why_ended(self._at_start, self._program(self._plan.look).stdout)
+
+    def last_lines(self, count: int) -> list[str]:
+        """What the node said last outside its log, and the end of its log."""
+        lines: list[str] = []
+        if journal := self._plan.journal:
+            since = (f"--lines={count}", f"--since=@{self._began_unix}")
+            lines += self._program((*journal, *since)).stdout.splitlines()
+        for name in ("launchd.log", "node.log"):
+            with contextlib.suppress(OSError):
+                lines += last_lines(self._plan.logs / name, count)
+        return lines
 
     def _remove(self) -> None:
         self._all(self._plan.unload, must=False)

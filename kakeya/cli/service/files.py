@@ -33,6 +33,9 @@ _GROWS_SINCE = 254
 _OWN_SHM = "\nTemporaryFileSystem=/dev/shm:mode=1777,size=50%"
 """systemd-logind removes all of a user's shared memory once the last session of the user ends
 (RemoveIPC), also that of services; the pages of KV and adapters lie in it."""
+_LOOKS_AT = "ActiveState,SubState,MainPID,NRestarts,Result,ExecMainStatus"
+_NEVER = "(never exited)"
+"""launchd, of a node that runs for the first time."""
 Command = tuple[str, ...]
 
 
@@ -70,6 +73,8 @@ class ServicePlan:
     unload: tuple[Command, ...]
     forget: tuple[Command, ...]
     look: Command
+    journal: Command = ()
+    """What the node said outside its log, where the system keeps that and no file has it."""
     links: tuple[Path, ...] = ()
     """Links that the system makes to the file."""
     emptied: tuple[Path, ...] = ()
@@ -199,7 +204,12 @@ def _systemd(
         forget=((*systemctl, "daemon-reload"),),
         links=(wants / UNIT,),
         emptied=() if is_system else (wants, root, root.parent),
-        look=(*systemctl, "show", "--property=ActiveState,SubState,MainPID,NRestarts", UNIT),
+        look=(*systemctl, "show", f"--property={_LOOKS_AT}", UNIT),
+        journal=(
+            *("journalctl", "--quiet", "--no-pager", "--output=cat"),
+            f"_SYSTEMD_{'' if is_system else 'USER_'}UNIT={UNIT}",
+            f"_UID={user.uid}",
+        ),
         condition=""
         if is_system
         else f"it runs while {user.name} is logged in; `{linger}` has it run without, too",
@@ -214,3 +224,31 @@ def _quoted(word: str) -> str:
     """A word of a unit file: systemd takes quotes, backslashes and %, and $ in commands alone."""
     escaped = _escaped(word).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+def why_ended(at_start: str, at_end: str) -> str:
+    """Why a node has ended since its service was started, of what `look` said just after the start
+    and says at the end; "" = it has not."""
+    before, after = _properties(at_start), _properties(at_end)
+    if "ActiveState" in after:
+        has_ended = (
+            after["ActiveState"] in ("failed", "inactive")
+            or after.get("SubState", "").startswith("auto-restart")
+            or after.get("NRestarts") != before.get("NRestarts")
+        )
+        names = ("Result", "ExecMainStatus")
+    else:
+        names = ("last exit code", "last terminating signal")
+        has_ended = any(after.get(name, _NEVER) != _NEVER for name in names)
+    told = ", ".join(f"{name} {after[name]}" for name in names if name in after)
+    return f"the node ended, says its service: {told}" if has_ended else ""
+
+
+def _properties(said: str) -> dict[str, str]:
+    """NAME=VALUE of systemd, and NAME = VALUE of launchd, of whose parts the outermost is first."""
+    found: dict[str, str] = {}
+    for line in said.splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            found.setdefault(name.strip(), value.strip())
+    return found

@@ -76,7 +76,7 @@ def restart(folder: Path, old: RunInfo, patience_s: float) -> RunInfo:
     until_left(folder, lambda: bool(failed))
     if failed:
         raise failed[0]
-    new = until_ready(folder, old.pid, start_again(old, folder))
+    new = until_ready(folder, old.pid, started=start_again(old, folder))
     draining.join(patience_s)
     return new
 

@@ -16,7 +16,7 @@ READY_S = 120.0
 LOG, OUTPUT = "node.log", "node.out"
 """In the data directory: the log of a node that had none but its terminal, and what comes before
 the log."""
-_LOOK_S = 0.1
+_LOOK_S, _ASK_S = 0.1, 1.0
 _TAIL_CHARS = 1500
 
 
@@ -47,14 +47,20 @@ def start_again(run: RunInfo, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def until_ready(
-    folder: Path, old_pid: int, started: subprocess.Popen[bytes] | None = None
+    folder: Path,
+    old_pid: int,
+    why_ended: Callable[[], str] = str,
+    *,
+    started: subprocess.Popen[bytes] | None = None,
 ) -> RunInfo:
     """Wait for another node in a folder than that of `old_pid`, and return its run.
 
-    Raises PeerUnavailable where none comes, or `started` ends.
+    Raises PeerUnavailable where none comes, `started` ends, or `why_ended` of its service says more
+    than "".
     """
-    ends_mono = time.monotonic() + READY_S
-    while time.monotonic() < ends_mono:
+    now_mono = time.monotonic()
+    ends_mono, asks_mono = now_mono + READY_S, now_mono + _ASK_S
+    while (now_mono := time.monotonic()) < ends_mono:
         run = find_running(folder)
         if run is not None and run.pid != old_pid:
             if started is not None:
@@ -62,6 +68,10 @@ def until_ready(
             return run
         if started is not None and started.poll() is not None:
             raise PeerUnavailable(f"the node did not start: {_said(folder)}")
+        if now_mono >= asks_mono:
+            asks_mono = now_mono + _ASK_S
+            if reason := why_ended():
+                raise PeerUnavailable(reason)
         time.sleep(_LOOK_S)
     raise PeerUnavailable(f"no node serves in {folder} after {READY_S:g} s; see kakeya logs")
 

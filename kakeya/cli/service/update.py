@@ -9,6 +9,7 @@ pip   an environment into which kakeya was installed: the newest package of the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -23,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 from zipfile import ZipFile
 
 from kakeya.cli.data_dir import add_data_dir
+from kakeya.cli.logs import last_lines
 from kakeya.cli.node_api import NodeApi
 from kakeya.cli.service.command import (
     Program,
@@ -31,7 +33,7 @@ from kakeya.cli.service.command import (
     service_of,
 )
 from kakeya.cli.service.drain import PATIENCE_S, ctrl_c_told, drain
-from kakeya.cli.service.start import check_start, start_again, until_ready
+from kakeya.cli.service.start import LOG, OUTPUT, check_start, start_again, until_ready
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.node.datadir import RunInfo, find_running, is_held
 
@@ -39,6 +41,7 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 _TEXT = "drain the node, bring a newer version, start it again, and go back if it does not serve"
 HEALTH_S = 180.0
 _LOOK_S = 0.5
+_LINES = 5
 
 
 def add_parsers(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -242,10 +245,22 @@ class NodeKeeper:
         if self._service is not None:
             self._service.start()
             self._is_loaded = True
-            until_healthy(until_ready(self._folder, 0))
+            run = until_ready(self._folder, 0, self._service.why_ended)
         else:
             started = start_again(self._run, self._folder)
-            until_healthy(until_ready(self._folder, self._run.pid, started))
+            run = until_ready(self._folder, self._run.pid, started=started)
+        until_healthy(run, self._folder)
+
+    def last_lines(self) -> list[str]:
+        """What the node said last, outside its log and in it."""
+        if self._service is not None:
+            return self._service.last_lines(_LINES)
+        lines: list[str] = []
+        if self._run is not None:
+            for file in (self._folder / OUTPUT, Path(self._run.log_file or self._folder / LOG)):
+                with contextlib.suppress(OSError):
+                    lines += last_lines(file, _LINES)
+        return lines
 
     def end(self) -> None:
         """End what `start` began and what does not serve."""
@@ -291,7 +306,8 @@ def _updated(
         node.start()
     except (KakeyaError, OSError, KeyboardInterrupt) as problem:
         reason = problem.message if isinstance(problem, KakeyaError) else str(problem) or "Ctrl-C"
-        _tell(f"the new version does not serve: {reason}; going back")
+        _tell("\n  ".join((f"the new version does not serve: {reason}", *node.last_lines())))
+        _tell("going back")
         with ctrl_c_told("the version before comes back; wait"):
             node.end()
             _all(ask, back)
@@ -300,10 +316,11 @@ def _updated(
     return f"updated from {source.version[:12]} to {coming[:12]}"
 
 
-def until_healthy(run: RunInfo) -> None:
-    """Wait until a node answers and its models serve, or load still after `HEALTH_S`.
+def until_healthy(run: RunInfo, folder: Path) -> None:
+    """Wait until the node of a folder answers and its models serve, or load still after
+    `HEALTH_S`.
 
-    Raises ConfigError for a model that failed, and a node that does not answer.
+    Raises ConfigError for a model that failed, and a node that ended or does not answer.
     """
     api, ends_mono, fault = NodeApi(address=run.http), time.monotonic() + HEALTH_S, ""
     while time.monotonic() < ends_mono:
@@ -311,6 +328,9 @@ def until_healthy(run: RunInfo) -> None:
             models = api.get("/api/v1/status").get("models")
         except KakeyaError as problem:
             fault = problem.message
+            at_present = find_running(folder)  # its service may have started it again
+            if at_present is None or at_present.pid != run.pid:
+                raise ConfigError("the node was ready, and ended") from problem
         else:
             fault = ""
             states = (

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.cli.service.files import LABEL, ServiceKind, ServicePlan, ServiceUser, plan_service
+from kakeya.cli.service.files import (
+    LABEL,
+    ServiceKind,
+    ServicePlan,
+    ServiceUser,
+    plan_service,
+    why_ended,
+)
 from kakeya.config.config import load
 
 ALICE = ServiceUser(name="alice", uid=501, gid=20, home=Path("/Users/alice Ä"))
@@ -115,3 +122,41 @@ def test_systemd_finds_no_fault_in_a_unit(kind: ServiceKind, tmp_path: Path) -> 
     )
     assert "kakeya" not in checked.stderr + checked.stdout
     assert checked.returncode == 0, checked.stderr
+
+
+def systemd_says(active: str, sub: str, restarts: int, result: str, status: int) -> str:
+    return (
+        f"NRestarts={restarts}\nResult={result}\nExecMainStatus={status}\nMainPID=0\n"
+        f"ActiveState={active}\nSubState={sub}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (systemd_says("active", "running", 3, "success", 0), ""),
+        (systemd_says("activating", "start", 3, "success", 0), ""),
+        (
+            systemd_says("activating", "auto-restart", 3, "exit-code", 1),
+            "Result exit-code, ExecMainStatus 1",
+        ),
+        (systemd_says("active", "running", 4, "success", 0), "Result success, ExecMainStatus 0"),
+        (systemd_says("failed", "failed", 3, "signal", 9), "Result signal, ExecMainStatus 9"),
+        ("Failed to connect to bus", ""),
+    ],
+)
+def test_systemd_tells_that_a_node_ended_since_its_start(said: str, why: str) -> None:
+    at_start = systemd_says("active", "running", 3, "success", 0)  # by restarts of before
+    assert why_ended(at_start, said) == (f"the node ended, says its service: {why}" if why else "")
+
+
+def test_launchd_tells_that_a_node_ended_since_its_start() -> None:
+    said = "system/dev.kakeya.node = {{\n\tstate = {}\n\truns = {}\n\tlast exit code = {}\n}}\n"
+    at_start = said.format("running", 1, "(never exited)")
+    assert why_ended(at_start, at_start) == ""
+    ended = said.format("spawn scheduled", 1, "1")
+    assert why_ended(at_start, ended) == "the node ended, says its service: last exit code 1"
+    killed = at_start.replace(
+        "last exit code = (never exited)", "last terminating signal = Killed: 9"
+    )
+    assert why_ended(at_start, killed).endswith("last terminating signal Killed: 9")

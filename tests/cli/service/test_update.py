@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
+from kakeya.cli.service import start as start_module
 from kakeya.cli.service import update as update_module
-from kakeya.cli.service.command import program
+from kakeya.cli.service.command import Service, program
+from kakeya.cli.service.files import ServiceKind, ServiceUser, plan_service
 from kakeya.cli.service.update import (
     NodeKeeper,
     git_source,
     pack_installed,
     pip_source,
+    until_healthy,
     update,
 )
 from kakeya.core.errors import ConfigError
@@ -140,13 +145,16 @@ class Keeper:
     def start(self) -> None:
         self.is_loaded = True
 
+    def why_ended(self) -> str:
+        return ""
+
 
 def test_a_service_that_was_not_started_yet_is_not_stopped_twice(tmp_path, monkeypatch) -> None:
     keeper = Keeper()
     monkeypatch.setattr(update_module, "service_of", lambda folder, kind: keeper)
     monkeypatch.setattr(update_module, "drain", lambda *_, **__: None)
     monkeypatch.setattr(update_module, "until_ready", lambda *_: None)
-    monkeypatch.setattr(update_module, "until_healthy", lambda _: None)
+    monkeypatch.setattr(update_module, "until_healthy", lambda *_: None)
     with DataDir(tmp_path) as home:
         home.write_run(RunInfo(pid=7, node_id="n", grpc="a:1", http="a:2", log_file="l"))
         node = NodeKeeper(tmp_path)
@@ -156,6 +164,73 @@ def test_a_service_that_was_not_started_yet_is_not_stopped_twice(tmp_path, monke
     assert keeper.is_loaded
     node.end()
     assert not keeper.is_loaded
+
+
+class Systemd:
+    """systemd: a node of a version other than `one` ends at once, and is started again."""
+
+    def __init__(self, clone: Path, folder: Path) -> None:
+        self.file = clone / "file"
+        self.folder = folder
+        self.home: DataDir | None = None
+
+    def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        said = "ActiveState=active\nSubState=running\nNRestarts=2\nResult=success\n"
+        is_bad = self.file.read_text() != "one"
+        if "enable" in command and not is_bad:
+            self.home = DataDir(self.folder)
+            self.home.write_run(
+                RunInfo(pid=7, node_id="n", grpc="a:1", http="a:2", log_file="l", service="user")
+            )
+        if "disable" in command and self.home is not None:
+            self.home.close()
+            self.home = None
+        if "show" in command and is_bad:
+            said = "ActiveState=activating\nSubState=auto-restart\nResult=exit-code\n"
+        if "journalctl" in command:
+            assert "--lines=5" in command
+            said = "Traceback\nImportError: no such name\n"
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+
+def test_a_version_that_its_service_starts_again_and_again_is_noticed_soon(
+    clone: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    me = pwd.getpwuid(os.getuid())
+    user = ServiceUser(name=me.pw_name, uid=me.pw_uid, gid=me.pw_gid, home=tmp_path)
+    folder = tmp_path / "data"
+    plan = plan_service(
+        ServiceKind.USER, user, python="python3", flags=(), folder=folder, platform="linux"
+    )
+    plan.logs.mkdir(parents=True)
+    (plan.logs / "node.log").write_text("a line of the log\n")
+    systemd = Systemd(clone, folder)
+    service = Service(plan, folder, systemd)
+    monkeypatch.setattr(update_module, "service_of", lambda folder, kind: service)
+    monkeypatch.setattr(update_module, "drain", lambda *_, **__: None)
+    monkeypatch.setattr(update_module, "until_healthy", lambda *_: None)
+    monkeypatch.setattr(start_module, "_ASK_S", 0.0)
+    service.start()
+    commit(tmp_path / "origin", "two")
+    why = "the node ended, says its service: Result exit-code"
+    with pytest.raises(ConfigError, match=rf"not updated: {why}; \w{{12}} runs again"):
+        update(git_source(clone, program), NodeKeeper(folder), without_pip, "")
+    assert (
+        f"does not serve: {why}\n  Traceback\n  ImportError: no such name\n  a line of the log\n"
+        in capsys.readouterr().err
+    )
+    assert systemd.home is not None
+    systemd.home.close()
+
+
+def test_a_node_that_ends_while_its_models_load_is_not_waited_for(tmp_path: Path) -> None:
+    run = RunInfo(pid=7, node_id="n", grpc="127.0.0.1:1", http="127.0.0.1:1", log_file="")
+    with pytest.raises(ConfigError, match="was ready, and ended"):
+        until_healthy(run, tmp_path)
+    with DataDir(tmp_path) as home:
+        home.write_run(replace(run, pid=8))  # its service started another one
+        with pytest.raises(ConfigError, match="was ready, and ended"):
+            until_healthy(run, tmp_path)
 
 
 def test_changes_of_the_owner_are_left_alone(clone: Path, tmp_path: Path) -> None:
