@@ -55,3 +55,16 @@ def ctrl_c_told(text: str) -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def hangup_ignored() -> Iterator[None]:
+    """Have this process, and the programs that it starts, go on without their terminal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)

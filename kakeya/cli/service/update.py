@@ -32,7 +32,7 @@ from kakeya.cli.service.command import (
     program_as_owner,
     service_of,
 )
-from kakeya.cli.service.drain import PATIENCE_S, ctrl_c_told, drain
+from kakeya.cli.service.drain import PATIENCE_S, ctrl_c_told, drain, hangup_ignored
 from kakeya.cli.service.start import LOG, OUTPUT, check_start, start_again, until_ready
 from kakeya.core.errors import ConfigError, KakeyaError
 from kakeya.node.datadir import RunInfo, find_running, is_held
@@ -282,7 +282,7 @@ def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str
         return f"{source.told}: {'that is the version asked for' if to else source.newest}"
     node.check()
     _tell(source.told)
-    with tempfile.TemporaryDirectory() as folder:
+    with hangup_ignored(), tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)  # for the owner of the environment, where root updates
         return _updated(source, node, ask, to, coming, source.keep(Path(folder)))
 
@@ -359,4 +359,5 @@ def _said(ask: Program, command: Sequence[str]) -> str:
 
 
 def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
+    with contextlib.suppress(OSError):  # the terminal is closed
+        print(text, file=sys.stderr)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pwd
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -129,6 +131,33 @@ def test_ctrl_c_while_the_node_drains_starts_it_again_as_it_was(clone, tmp_path,
     assert node.done == ["stop", "start one"]
     assert "the node drains already" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("bad", ["", "two"])
+def test_a_terminal_that_closes_ends_no_update(clone, tmp_path, monkeypatch, bad: str) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    def pip_hears_it_too(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        if "pip" in command:
+            return program(("sh", "-c", "kill -HUP $$"))
+        return program(command)
+
+    commit(tmp_path / "origin", "two")
+    node, source = Node(clone, bad), git_source(clone, program)
+    before = signal.getsignal(signal.SIGHUP)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Closed())
+        if bad:
+            with pytest.raises(ConfigError, match="runs again"):
+                update(source, node, pip_hears_it_too, "")
+        else:
+            update(source, node, pip_hears_it_too, "")
+    assert node.done == (
+        ["stop", "start two", "end", "start one"] if bad else ["stop", "start two"]
+    )
+    assert signal.getsignal(signal.SIGHUP) is before
 
 
 class Keeper:
