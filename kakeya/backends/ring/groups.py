@@ -195,13 +195,14 @@ class RingGroups:
         leaders = {str(one["name"]): str(one["leader"]) for one in others}
         if name in leaders:
             note = await self._peers.get(leaders[name]).end_group(name)
-            await self.members.forget(name)
+            await self.members.forget(name, leaders[name])
             return note
-        if leader := self.members.leader(name):
+        for leader in self.members.leaders(name):
             with contextlib.suppress(NotFound):
                 return await self._end_of(leader, name, may_ask=not is_for_leader)
+            if not is_for_leader:
+                await self.members.forget(name, leader)
         if not is_for_leader:
-            await self.members.forget(name)
             for peer in self._peers.all():
                 with contextlib.suppress(KakeyaError):
                     return await peer.end_group(name)
@@ -221,11 +222,11 @@ class RingGroups:
                 raise NotFound(f"{label} leads it, and is there to be asked")
             if may_ask:
                 note = await peer.end_group(name)
-                await self.members.forget(name)
+                await self.members.forget(name, leader)
                 return note
         except (PeerUnavailable, DeadlineExceeded) as away:
             event(_log, "the leader of an ended group is away", group=name, why=away.message)
-        await self.members.end(name)
+        await self.members.end(name, leader)
         return (
             f"{label}, which led it when a rank was here, does not answer; if it still has the "
             "group, it ends it once it is back and asks for its ranks"

@@ -31,8 +31,8 @@ class Memberships:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE
-        self._hosted: dict[str, tuple[str, str]] = {}
-        """Leader and wish by the name of the group."""
+        self._hosted: dict[tuple[str, str], str] = {}
+        """The wish by the name of the group and its leader: two may lead groups of one name."""
         self._ended: list[str] = []
         self._saving = asyncio.Lock()
 
@@ -40,16 +40,16 @@ class Memberships:
         """Read what earlier runs knew."""
         try:
             told = json.loads(await asyncio.to_thread(self._file.read_bytes))
-            hosted = {str(name): (str(one), str(wish)) for name, (one, wish) in told["hosted"]}
+            hosted = {(str(name), str(one)): str(wish) for name, (one, wish) in told["hosted"]}
             self._hosted, self._ended = hosted, list(map(str, told["ended"]))
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as fault:
             event(_log, "memberships not read", level=logging.WARNING, fault=repr(fault))
 
-    def leader(self, name: str) -> str:
-        """The node that led a group of this name last; "" = none is known."""
-        return self._hosted.get(name, ("", ""))[0]
+    def leaders(self, name: str) -> list[str]:
+        """The nodes that led groups of this name, the latest first."""
+        return [leader for one, leader in reversed(self._hosted) if one == name]
 
     def is_ended(self, wish: str) -> bool:
         """Whether a wish was ended here."""
@@ -57,32 +57,33 @@ class Memberships:
 
     async def note(self, name: str, leader: str, wish: str) -> None:
         """Note a group in which this node has a rank; one without a wish cannot be ended here."""
-        if self._hosted.get(name) == (leader, wish):
+        if self._hosted.get((name, leader)) == wish:
             return
-        self._hosted.pop(name, None)
+        self._hosted.pop((name, leader), None)
         if not wish:  # a leader of an older build gives none
             return
-        self._hosted[name] = leader, wish
+        self._hosted[name, leader] = wish
         while len(self._hosted) > MOST:
             del self._hosted[next(iter(self._hosted))]
         await self._save()
 
-    async def end(self, name: str) -> None:
+    async def end(self, name: str, leader: str) -> None:
         """Refuse the latest wish for a group from now on, unless another call did or forgot it."""
-        if found := self._hosted.pop(name, None):
-            self._ended = [*self._ended, found[1]][-MOST:]
+        if wish := self._hosted.pop((name, leader), ""):
+            self._ended = [*self._ended, wish][-MOST:]
             await self._save()
 
-    async def forget(self, name: str) -> None:
+    async def forget(self, name: str, leader: str) -> None:
         """Forget a group that its leader has ended."""
-        if self._hosted.pop(name, None) is not None:
+        if self._hosted.pop((name, leader), None) is not None:
             await self._save()
 
     async def _save(self) -> None:
         """Write it down. A full disk costs a restart what is new."""
         try:
             async with self._saving:  # the latest state last
-                told = {"hosted": list(self._hosted.items()), "ended": self._ended}
+                hosted = [(name, (leader, wish)) for (name, leader), wish in self._hosted.items()]
+                told = {"hosted": hosted, "ended": self._ended}
                 await asyncio.to_thread(write_atomically, self._file, json.dumps(told).encode())
         except OSError as problem:
             event(_log, "memberships not saved", level=logging.WARNING, problem=problem)

@@ -407,6 +407,20 @@ async def test_nothing_is_promised_for_a_group_that_its_leader_ended(
         await member.end_group("big", is_for_leader=False)
 
 
+async def test_of_two_groups_of_one_name_only_that_which_ended_is_forgotten(tmp_path: Path) -> None:
+    member = Leader(tmp_path).groups
+    peers: Any = member._peers
+    for number in (1, 2):
+        await member.members.note("big", f"mini-{number}", f"wish-{number}")
+    peers.known = {"mini-1": Answering(PeerUnavailable("no answer")), "mini-2": Answering("")}
+    assert await member.end_group("big", is_for_leader=False) == ""
+    again = Leader(tmp_path).groups
+    await again.restore()
+    cast("Any", again._peers).known = peers.known
+    assert "mini-1" in await again.end_group("big", is_for_leader=False)
+    assert [again.members.is_ended(f"wish-{number}") for number in (1, 2)] == [True, False]
+
+
 async def test_a_node_that_has_no_rank_asks_those_that_may_have(tmp_path: Path) -> None:
     asked = Leader(tmp_path).groups
     peers: Any = asked._peers
@@ -450,7 +464,7 @@ async def test_what_is_known_last_is_on_the_disk_last(tmp_path: Path, monkeypatc
     monkeypatch.setattr("kakeya.backends.ring.members.write_atomically", slow)
     noting = asyncio.create_task(members.note("big", "mini-1", "wish"))
     await asyncio.sleep(0)
-    ending = asyncio.create_task(members.end("big"))
+    ending = asyncio.create_task(members.end("big", "mini-1"))
     await asyncio.wait((ending,), timeout=0.1)  # as if it overtook the first
     may_write.set()
     await asyncio.gather(noting, ending)
@@ -463,11 +477,11 @@ async def test_memberships_outlive_a_run_and_stay_few(tmp_path: Path) -> None:
     members = Memberships(tmp_path)
     for number in range(MOST + 5):
         await members.note(f"g{number}", "mini", f"w{number}")
-    await members.end(f"g{MOST}")
+    await members.end(f"g{MOST}", "mini")
     again = Memberships(tmp_path)
     await again.restore()
     assert again.is_ended(f"w{MOST}")
-    assert (again.leader("g0"), again.leader("g9"), again.leader(f"g{MOST}")) == ("", "mini", "")
+    assert [again.leaders(f"g{number}") for number in (0, 9, MOST)] == [[], ["mini"], []]
     (tmp_path / MEMBERS_FILE).write_text('{"hosted": 3}')
     damaged = Memberships(tmp_path)
     await damaged.restore()

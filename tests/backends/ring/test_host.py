@@ -174,7 +174,7 @@ async def test_a_node_that_is_drained_lends_no_new_rank() -> None:
 async def test_a_wish_that_was_ended_here_gets_no_rank(tmp_path: Path) -> None:
     members, call = Memberships(tmp_path), Call()
     await members.note(SPEC.name, "left", "wish")
-    await members.end(SPEC.name)
+    await members.end(SPEC.name, "left")
     groups: Any = SimpleNamespace(host=None, members=members)
     context: Any = call
     request = pb.HostRankRequest(group=replace(SPEC, wish="wish").to_wire(), rank=1, leader="left")
