@@ -375,7 +375,7 @@ class NodePrefixes:
         self.turns.flights.check_integrity()
 
     async def _tend(self) -> None:
-        await every(TEND_S, self._look_after, clock=self._clock, rng=self._rng)
+        await every(TEND_S, self._look_after, clock=self._clock, rng=self._rng, is_shared=True)
 
     async def _look_after(self) -> None:
         """Renew the pins in use; now and then, drop expired blocks."""

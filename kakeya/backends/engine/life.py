@@ -41,13 +41,14 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, TaskHealth
+from kakeya.core.tasks import Supervisor, TaskHealth, shared_pause_s, sleep_or_wake
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.progress import LoadProgress
 
 _log = logging.getLogger(__name__)
-_SPARED_PROBES = 3
-"""Missed by an engine at rest, in a row: other work of the machine may have kept it."""
+_REST_INTERVALS = (3, 6, 14)
+"""Before the 1st, 2nd, ... probe of an engine at rest, in probe intervals; the last value repeats.
+A probe wakes a dozen threads of gRPC, each of which looks for more work some twenty times."""
 CARE_S = 300.0
 """For so long after a child was killed, by this node or by the system, later ones run one sequence
 at a time: what ran together may have been too much."""
@@ -82,7 +83,7 @@ class EngineLife:
             max_running=options.max_running,
             max_waiting=options.max_waiting,
             mono=clock.mono,
-            on_entry=lambda: self.on_work(),
+            on_entry=self._entered,
         )
         self._clock = clock
         self._on_change = on_change
@@ -97,6 +98,7 @@ class EngineLife:
         self.limits = EngineMemoryLimits()
         """The bounds that each engine gets before it serves."""
         self.kv_source: KvSource = NoKvSource()
+        self._work = asyncio.Event()
         self.on_work: Callable[[], None] = lambda: None
         """Called at the start of each child and of each request."""
         self.state = ModelState.LOADING
@@ -352,13 +354,16 @@ class EngineLife:
 
     async def _probed_until_ill(self, client: ChildClient) -> str:
         """Probe until too many probes fail in a row; return the fault of the last one."""
-        missed, wrong, rested = 0, "", 0
+        missed, wrong, rests = 0, "", 0
         while missed < self.options.max_missed_probes:
-            await self._clock.sleep(self.options.probe_interval_s)
-            if not missed and rested < self._rests():
-                rested += 1
+            if missed or not self._is_at_rest():
+                rests = 0
+                await self._clock.sleep(self.options.probe_interval_s)
+            elif await self._rested(rests):
+                rests += 1
+            else:
+                rests = 0
                 continue
-            rested = 0
             seen = await client.look(self.options.probe_timeout_s)
             if seen is None:
                 wrong = f"answered no probe within {self.options.probe_timeout_s:g} s"
@@ -366,18 +371,30 @@ class EngineLife:
                 wrong = f"was at one step of its model for {seen[1]:.3g} s"
             else:
                 missed, wrong = 0, ""
-                self._learn(seen[0])
+                if self._learn(seen[0]):
+                    rests = 0
                 await self._end_care(client)
                 if self._spec.check is not None:
                     await self._spec.check.audit(client, seen[0])
             missed += bool(wrong)
         return wrong
 
-    def _rests(self) -> int:
-        """The number of probes that an engine without a request is spared in a row; a group has
-        more than one process that may be lost."""
-        is_at_rest = self.gate.running + self.gate.waiting == 0 and self._spec.check is None
-        return _SPARED_PROBES if is_at_rest else 0
+    def _entered(self) -> None:
+        self._work.set()
+        self.on_work()
+
+    def _is_at_rest(self) -> bool:
+        """Whether an engine is without a request; a group never is: it has more than one process
+        that may be lost."""
+        return self.gate.running + self.gate.waiting == 0 and self._spec.check is None
+
+    async def _rested(self, rests: int) -> bool:
+        """Wait for the next probe of an engine at rest; False if a request came before."""
+        self._work.clear()
+        intervals = _REST_INTERVALS[min(rests, len(_REST_INTERVALS) - 1)]
+        pause_s = shared_pause_s(intervals * self.options.probe_interval_s, self._clock.mono())
+        await sleep_or_wake(self._clock, pause_s, self._work)
+        return not self._work.is_set()
 
     async def _end_care(self, client: ChildClient) -> None:
         """Let an engine run as many sequences as configured again when its time of care is over."""
@@ -389,11 +406,14 @@ class EngineLife:
             await client.set_limits(again, self.options.call_timeout_s)
             self.limits = self.limits.merged(again)
 
-    def _learn(self, facts: ModelFacts) -> None:
-        """Take facts that an engine found out while it was idle: its speeds."""
-        if facts != self.facts:
-            self.facts = facts
-            self._on_change()
+    def _learn(self, facts: ModelFacts) -> bool:
+        """Take facts that an engine found out while it was idle: its speeds. Whether they are
+        news."""
+        if facts == self.facts:
+            return False
+        self.facts = facts
+        self._on_change()
+        return True
 
     async def _described(self, client: ChildClient) -> ModelFacts:
         started = self._clock.mono()

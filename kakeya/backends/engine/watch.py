@@ -51,9 +51,9 @@ from kakeya.memory.arbiter.resident import ResidentKey
 _log = logging.getLogger(__name__)
 POLL_S = 2.0
 """Seconds between two measurements: a large model grows its KV by some 30 MB in that time."""
-CALM_S = 20.0
-"""The same of an engine at rest whose memory, as the guard sees it, is what it was but for
-`_CALM_SHARE` of its lease. A call wakes a dozen threads of gRPC."""
+CALM_S = 64.0
+"""The same of an engine that has rested and whose memory, as the guard sees it, is what it was but
+for `_CALM_SHARE` of its lease. A call wakes a dozen threads of gRPC."""
 _CALM_SHARE = 0.01
 REST_S = 20.0
 """After so long without a request an engine gives back unfilled room: an agent's next turn comes
@@ -273,7 +273,8 @@ class EngineWatch:
         )
         if was_calm and watched.is_calm and now < watched.due_mono:
             return False
-        watched.due_mono = now + CALM_S
+        has_rested = now - watched.used_mono >= REST_S and not watched.lease.short_bytes
+        watched.due_mono = now + (shared_pause_s(CALM_S, now) if has_rested else REST_S)
         return True
 
     async def _attend(self, watched: _Watched) -> None:

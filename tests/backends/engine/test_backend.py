@@ -18,9 +18,11 @@ import pytest
 
 from kakeya.backends.engine import life
 from kakeya.backends.engine.backend import EngineBackend
+from kakeya.backends.engine.client import EngineClient
 from kakeya.backends.engine.engine import EngineOptions
 from kakeya.backends.engine.process import MAX_SOCKET_PATH_BYTES, SocketFolder
 from kakeya.backends.engine.restart import RestartPolicy
+from kakeya.core.clock import SystemClock
 from kakeya.core.errors import (
     ConfigError,
     InvalidArgument,
@@ -433,6 +435,37 @@ async def test_an_idle_engine_that_hangs_is_found_by_probes():
         await until(lambda: model.restarts and model.state is ModelState.READY)
         assert not is_alive(hung)
     assert "it answered no probe within 1 s" in errors[1]
+
+
+class Hurried(SystemClock):
+    """Sleeps for a small part of the time, and keeps the last pause."""
+
+    last_s = 0.0
+
+    async def sleep(self, seconds):
+        self.last_s = seconds
+        await asyncio.sleep(seconds / 500)
+
+
+async def test_an_engine_at_rest_is_probed_ever_more_seldom_until_a_request_comes():
+    pauses, clock = [], Hurried()
+
+    class Probed(EngineClient):
+        async def look(self, timeout_s):
+            pauses.append(clock.last_s)
+            return await super().look(timeout_s)
+
+    def probed(child):
+        return Probed(child.model_id, f"unix:{child.socket}", child.keepalive)
+
+    async with backend("--delay-s", 0.01, options=FAST, clock=clock, client=probed) as model:
+        await model.ready(60.0)
+        await until(lambda: len(pauses) >= 4)
+        assert pauses[0] < 20 < pauses[1] < 38 <= pauses[2]
+        task = asyncio.create_task(collect(model, request(max_tokens=9000)))
+        await until(lambda: pauses[-1] == FAST.probe_interval_s)
+        task.cancel()
+        await until(lambda: pauses[-1] >= 38)
 
 
 async def test_after_a_kill_one_sequence_runs_at_a_time_for_a_while(tmp_path, monkeypatch):
