@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,9 @@ from kakeya.mlx.model import MlxModel
 from kakeya.mlx.probe import (
     AGREEING,
     ATTEMPTS,
+    LUCKY_IN,
     QUIET_S,
+    REACH,
     ROWS,
     SLICE_S,
     SPREAD,
@@ -84,6 +87,59 @@ def test_a_believed_time_was_seen_several_times(walls: list[float]) -> None:
     found = believed_s([Timing(wall, wall) for wall in walls], on_cpu=True)
     near = [wall for wall in walls if found and found / SPREAD <= wall <= found * SPREAD]
     assert found is None or len(near) >= AGREEING
+
+
+def factors(least: float, most: float, *, few: int, many: int) -> st.SearchStrategy[list[float]]:
+    """So many times, as factors of the true one."""
+    return st.lists(st.floats(least, most), min_size=few, max_size=many)
+
+
+def believed_factor(walls: list[float], order: Random) -> float | None:
+    order.shuffle(walls)
+    return believed_s([Timing(wall, 0.0) for wall in walls], on_cpu=False)
+
+
+@given(
+    factors(1, SPREAD, few=AGREEING, many=10),
+    factors(1, 10, few=0, many=30),
+    st.randoms(use_true_random=False),
+)
+def test_a_few_undisturbed_times_are_believed_among_any_others(undisturbed, others, order) -> None:
+    found = believed_factor(undisturbed + others, order)
+    assert found is not None
+    assert 1 <= found <= SPREAD
+
+
+@given(
+    factors(1, SPREAD, few=1, many=AGREEING),
+    factors(1, 10, few=0, many=40),
+    st.randoms(use_true_random=False),
+)
+def test_a_machine_that_is_rarely_quiet_is_not_believed_to_be_slow(rare, others, order) -> None:
+    found = believed_factor(rare + others, order)
+    assert found is None or 1 <= found <= REACH * min(rare)
+
+
+@given(
+    factors(1, SPREAD, few=0, many=AGREEING - 1),
+    st.floats(SPREAD * REACH * 1.01, 10).flatmap(
+        lambda least: factors(least, least * 1.01, few=5, many=40)
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_disturbances_that_are_equally_loud_do_not_outvote_the_truth(rare, loud, order) -> None:
+    assert not rare or believed_factor(rare + loud, order) is None
+
+
+@given(st.data(), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_lucky_times_do_not_block_a_belief(data, lucky, order) -> None:
+    times = lucky * LUCKY_IN
+    usual = data.draw(factors(1, 1.05, few=times - lucky, many=times - lucky))
+    fast = data.draw(factors(1.05 / REACH * 1.01, 1, few=lucky, many=lucky))
+    disturbed = data.draw(factors(1, 10, few=0, many=20))
+    found = believed_factor(usual + fast + disturbed, order)
+    assert found is not None
+    assert 1.05 / REACH <= found <= 1.05
 
 
 def test_one_row_that_seems_dearer_than_two_is_not_believed() -> None:
