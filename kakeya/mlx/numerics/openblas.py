@@ -41,6 +41,12 @@ _CACHED_WEIGHTS = 1 << 18
 """A weight of so many values, 1 MiB, stays in a core's own cache."""
 Offset = int | mx.array
 """The position of the first row; of each sequence, where it is an array. Shape: [B]."""
+Told = Callable[[int], None]
+"""Hears how many more bytes of weights lie there."""
+
+
+def _untold(_: int) -> None:
+    pass
 
 
 class Angles:
@@ -96,9 +102,9 @@ class Rotation(nn.RoPE):
 class StripLinear(nn.Linear):
     """A linear layer in strips. Shapes: weight [strips, inputs, width]."""
 
-    def __init__(self, linear: nn.Linear, width: int) -> None:
+    def __init__(self, linear: nn.Linear, width: int, told: Told = _untold) -> None:
         nn.Module.__init__(self)
-        self.weight = _strips(linear.weight, width)
+        self.weight = _laid_out(linear.weight, width, told)
         if "bias" in linear:
             self.bias = linear.bias
 
@@ -111,9 +117,9 @@ class StripLinear(nn.Linear):
 class StripEmbedding(nn.Embedding):
     """An embedding in strips, which is multiplied with too. Shapes: weight [strips, D, width]."""
 
-    def __init__(self, embedding: nn.Embedding, width: int) -> None:
+    def __init__(self, embedding: nn.Embedding, width: int, told: Told = _untold) -> None:
         nn.Module.__init__(self)
-        self.weight = _strips(embedding.weight, width)
+        self.weight = _laid_out(embedding.weight, width, told)
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """Shapes: tokens [...] -> [..., D]."""
@@ -133,9 +139,25 @@ def strip_width(outputs: int, inputs: int) -> int:
     return next((width for width in widths if outputs % width == 0), 0)
 
 
-def _strips(weight: mx.array, width: int) -> mx.array:
-    """Shapes: [outputs, inputs] -> [strips, inputs, width]."""
-    return mx.contiguous(weight.reshape(-1, width, weight.shape[1]).swapaxes(1, 2))
+def _laid_out(weight: mx.array, width: int, told: Told) -> mx.array:
+    """Shapes: [outputs, inputs] -> [strips, inputs, width]; [inputs, outputs] where width is 0."""
+    mx.eval(weight)
+    told(weight.nbytes // 2)
+    outputs, inputs = weight.shape
+    laid = mx.zeros((outputs // width, inputs, width) if width else (inputs, outputs))
+    mx.eval(laid)
+    told(weight.nbytes // 4)  # memory that was never touched takes as long as what is copied there
+    # A few outputs at a time: they stay in the cache while they are turned, and told of.
+    step = width or STRIP_OUTPUTS
+    for at in range(0, outputs, step):
+        part = mx.contiguous(weight[at : at + step].T)
+        if width:
+            laid[at // width] = part
+        else:
+            laid[:, at : at + step] = part
+        mx.eval(laid)
+        told(part.nbytes // 4)
+    return laid
 
 
 def _by_strips(x: mx.array, strips: mx.array) -> mx.array:
@@ -145,40 +167,35 @@ def _by_strips(x: mx.array, strips: mx.array) -> mx.array:
 
 
 _LINEAR = (nn.Linear, AllToShardedLinear, ShardedToAllLinear)
-_STRIPPED: dict[type[nn.Module], Callable[[Any, int], nn.Module]] = {
+_STRIPPED: dict[type[nn.Module], Callable[[Any, int, Told], nn.Module]] = {
     nn.Linear: StripLinear,
     nn.Embedding: StripEmbedding,
 }
 """Only layers of these very types: a subclass may compute otherwise."""
 
 
-def suit(
-    network: nn.Module, told: Callable[[int], None] = lambda _: None, *, in_strips: bool
-) -> tuple[Angles, str]:
+def suit(network: nn.Module, told: Told = _untold, *, in_strips: bool) -> tuple[Angles, str]:
     """Lay out a float32 network for OpenBLAS, while its weights may still be in their files.
 
     Returns the angles of its rotations, and a name of the layout.
 
-    Largest first: a copy lies in memory twice, best while little else does. `told` hears the bytes
-    of each layer once it lies there. Raises RuntimeError where a file is damaged.
+    Largest first: a copy lies in memory twice, best while little else does. `told` hears half of
+    a layer's bytes once they are read, and the others as they are laid out. Raises RuntimeError
+    where a file is damaged.
     """
     named = network.named_modules()
     for layer in sorted(_multiplied(network), key=lambda layer: -layer.weight.size):
         width = strip_width(*layer.weight.shape) if in_strips else 0
         kind = _STRIPPED.get(type(layer))
         if width and kind is not None:
-            made = kind(layer, width)
+            made = kind(layer, width, told)
             mx.eval(made.parameters())
             names = [(name, made) for name, module in named if module is layer]
             network.update_modules(tree_unflatten(names))
             layer.weight = made.weight  # the list holds the layer, and must not hold its weight
         else:
-            turned = mx.contiguous(layer.weight.T)
-            mx.eval(turned)
-            layer.weight = turned.T
-            del turned
+            layer.weight = _laid_out(layer.weight, 0, told).T
         mx.clear_cache()
-        told(layer.weight.nbytes)
     angles = Angles()
     ropes = [(name, m) for name, m in network.named_modules() if type(m) is nn.RoPE]
     network.update_modules(tree_unflatten([(name, Rotation(m, angles)) for name, m in ropes]))

@@ -217,6 +217,21 @@ def test_layers_in_strips_replace_plain_ones_under_each_of_their_names() -> None
         assert mx.allclose(layer(x), other, atol=1e-5).item()
 
 
+@pytest.mark.parametrize("in_strips", [True, False])
+def test_a_large_layer_is_told_of_before_it_ends(in_strips: bool) -> None:
+    network = nn.Sequential(nn.Linear(512, 1024), nn.Linear(8, 300))
+    before = [mx.array(layer.weight) for layer in network.layers]
+    told: list[int] = []
+    suit(network, told.append, in_strips=in_strips)
+    assert sum(told) == sum(weight.nbytes for weight in before)
+    assert max(told) == before[0].nbytes // 2
+    assert len(told) > 10
+    first, second = network.layers
+    strips = first.weight.swapaxes(1, 2).reshape(1024, 512) if in_strips else first.weight
+    assert mx.array_equal(strips, before[0]).item()
+    assert mx.array_equal(second.weight, before[1]).item()
+
+
 def test_half_and_quantized_weights_stay_as_they_are() -> None:
     network = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
     network.layers[0].set_dtype(mx.float16)
