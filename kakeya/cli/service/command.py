@@ -126,12 +126,12 @@ class Service:
         plan = self._plan
         self.check_root(_OR_USER)
         before = find_running(self._folder)
+        kept = before.service if before is not None else ""
+        if is_held(self._folder) and kept != plan.kind:
+            how = f"service uninstall --as {kept}" if kept else "drain"
+            told = f"a node runs in {self._folder} that this service does not keep"
+            raise Conflict(f"{told}; stop it with kakeya {how}, and install then")
         is_there = plan.file.exists()
-        if is_held(self._folder) and not (before is not None and before.service):
-            raise Conflict(
-                f"a node runs in {self._folder} that no service keeps; stop it with kakeya drain, "
-                "and install then"
-            )
         earlier = plan.file.read_bytes() if is_there else b""
         if is_there:
             self._all(plan.unload, must=False)
@@ -161,17 +161,18 @@ class Service:
     def uninstall(self) -> dict[str, object]:
         """Stop the node and remove the files. Raises KakeyaError."""
         if not self._plan.file.exists():
-            return {"is_installed": False, "says": f"nothing is installed at {self._plan.file}"}
+            nothing = f"nothing is installed at {self._plan.file}"
+            return {"is_installed": False, "says": nothing + self._other()}
         self.check_root(_OR_USER)
         self._remove()
-        kept = f"the node's own files stay: models, keys and state in {self._folder}"
-        return {"is_installed": False, "says": f"removed {_files(self._plan)}\n{kept}"}
+        says = f"removed {_files(self._plan)}\nthe node's files stay: models, keys and state in "
+        return {"is_installed": False, "says": f"{says}{self._folder}"}
 
     def status(self) -> dict[str, object]:
         """What is installed, what the system says of it, and the node that runs."""
         plan, run = self._plan, find_running(self._folder)
         if not plan.file.exists():
-            says = f"not installed: there is no {plan.file}"
+            says = f"not installed: there is no {plan.file}{self._other()}"
             return {"is_installed": False, "says": says, "pid": run.pid if run else None}
         asked = self._program(plan.look)
         lines = [line.strip() for line in asked.stdout.splitlines() if _TELLING.match(line)]
@@ -182,6 +183,12 @@ class Service:
             told.append(f"no node serves in {self._folder}")
         pid = run.pid if run else None
         return {"is_installed": True, "pid": pid, "system": lines, "says": "\n".join(told)}
+
+    def _other(self) -> str:
+        """What is said of a node here that a service of the other kind keeps."""
+        found = find_running(self._folder)
+        kept = found.service if found is not None else ""
+        return f"; the node here is kept --as {kept}" if kept not in ("", self._plan.kind) else ""
 
     def stop(self) -> None:
         """Stop the node until `start`. Raises ConfigError."""

@@ -183,6 +183,18 @@ def test_a_node_that_no_service_keeps_is_not_taken_over(plan, tmp_path: Path) ->
     assert not plan.file.exists()
 
 
+def test_a_node_of_the_other_kind_of_service_is_told(plan, tmp_path: Path) -> None:
+    folder = tmp_path / "home" / "data"
+    Service(plan, folder, Keeper(folder)).install()
+    of_system = replace(plan, kind=ServiceKind.SYSTEM, file=tmp_path / "kakeya.service")
+    other = Service(of_system, folder, Keeper(folder))
+    assert "--as user" in str(other.status()["says"])
+    assert "--as user" in str(other.uninstall()["says"])
+    if os.geteuid() == 0:
+        with pytest.raises(Conflict, match="kakeya service uninstall --as user"):
+            other.install()
+
+
 def test_a_dry_run_lists_every_file_and_touches_none(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(command_module, "program", Keeper(tmp_path))
     arguments = ["service", "install", "--dry-run", "--data-dir", str(tmp_path)]
