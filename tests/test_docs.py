@@ -44,6 +44,8 @@ OTHERS = {
         "mkdir",
         "mlx_lm.lora",
         "pip",
+        "rm",
+        "scp",
         "tee",
         "yes",
     ),

@@ -104,8 +104,8 @@ class DataDir:
             pid = next(iter(_read_lock(self._lock)), "unknown")
             os.close(self._lock)
             raise Conflict(
-                f"data directory {folder} is held by the node with pid {pid}; stop that node, "
-                "or give this one its own folder with --data-dir"
+                f"data directory {folder} is held by the node with pid {pid}; stop that node "
+                "(kakeya drain; a service: kakeya service uninstall), or give another --data-dir"
             ) from None
         try:
             os.ftruncate(self._lock, 0)
