@@ -302,8 +302,11 @@ class Ledger:
     def _after(self, tenant: Tenant) -> Tenant:
         if self._is_stubborn(tenant):
             return replace(tenant, expired_bytes=0, spare_bytes=0, lent_bytes=0)
+        outstanding = self._outstanding(tenant.name)
+        if not outstanding:
+            return tenant
         promised = self._owed(tenant)
-        more = self._outstanding(tenant.name) - promised
+        more = outstanding - promised
         expired = min(promised, tenant.expired_bytes)
         return replace(
             tenant,
@@ -315,8 +318,10 @@ class Ledger:
 
     def _owed(self, tenant: Tenant) -> int:
         """Bytes that a tenant still has to give up, and can."""
-        could = 0 if self._is_stubborn(tenant) else tenant.expired_bytes + tenant.spare_bytes
-        return min(self._outstanding(tenant.name), could)
+        outstanding = self._outstanding(tenant.name)
+        if not outstanding or self._is_stubborn(tenant):
+            return 0
+        return min(outstanding, tenant.expired_bytes + tenant.spare_bytes)
 
     def _outstanding(self, name: str) -> int:
         return max(0, self._promised.get(name, 0) - self._given.get(name, 0))
