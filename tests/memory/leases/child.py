@@ -78,6 +78,7 @@ async def write(folder: str) -> None:
         print("writing", flush=True)
         for number in range(1_000_000):
             lease = await mine.acquire(wish(f"w{number}", 1, "disk"), f"w{number}")
+            print(lease.number, flush=True)
             await mine.release(lease.lease_id)
 
 
