@@ -97,6 +97,8 @@ class LedGroup:
         size = lent.bytes if lent else self.size.bytes if self.size and not rank else 0
         is_there = lent is not None if rank else model is not None and model.resident is not None
         is_up = is_there and self.state.phase is GroupPhase.UP
+        # While a group starts, each member is asked for memory; that is no sign of its absence.
+        absent = "asked" if self.state.phase is GroupPhase.STARTING else "away"
         load = ""
         if rank and lent and lent.progress:
             load = lent.progress.describe()
@@ -108,6 +110,6 @@ class LedGroup:
             "node": label_of(seat.node),
             "layers": seat.layers,
             "memory_mb": (size or seat.lend_bytes) // MIB,
-            "state": "up" if is_up else "loading" if load else "leased" if is_there else "away",
+            "state": "up" if is_up else "loading" if load else "leased" if is_there else absent,
             "load": "" if is_up else load,
         }

@@ -159,6 +159,7 @@ async def test_a_group_that_is_ended_while_it_comes_up_is_ended_once_and_wholly(
     leader.home.may_leave.set()
     up = asyncio.create_task(leader.up())
     await until(lambda: leader.home.model.tries, "it comes up")
+    assert leader.status()["ranks"][1]["state"] == "asked"
     await leader.down()
     assert leader.home.served == []
     assert leader.groups.status() == []
