@@ -83,6 +83,8 @@ class RequestRecord:
         """What a list of requests tells of it. Speeds are tokens per second."""
         first_s = self.first_token_s
         decode_s = 0.0 if first_s is None else self.ended_s - first_s
+        if self.usage is not None:  # the engine's account: a peer's answer may come in one piece
+            decode_s = self.usage.total_s - self.usage.prefill_s
         return {
             "id": self.request_id,
             "ended_at": round(self.ended_at, 1),

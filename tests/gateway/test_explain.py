@@ -14,6 +14,7 @@ from kakeya.gateway.http.connection import HttpLimits
 from kakeya.gateway.http.keys import KeyRing, KeyRole, add_key
 from kakeya.gateway.recent import MOST_RECORDS, MOST_TOKENS, RecentRequests, RequestRecord
 from kakeya.generation.facts import ModelState
+from kakeya.generation.frames import Usage
 from tests.gateway.toy import ToyModel, make_folder, serving
 
 FAR = {"x-forwarded-for": "192.0.2.7"}
@@ -69,6 +70,15 @@ def test_the_first_token_at_which_a_prompt_left_the_turn_before_is_named():
         "decode": 3.0,
         "total": 5.0,
     }
+
+
+def test_the_speed_of_an_answer_that_came_in_one_piece_is_its_engines():
+    one = record(1)
+    found = recent((one, [1, 2], [3] * 31))
+    assert found.brief()[0]["tokens_per_second"] == 10.0
+    one.first_token_s = one.ended_s - 0.001
+    one.usage = Usage(prefill_s=1.0, total_s=4.0)
+    assert found.brief()[0]["tokens_per_second"] == 10.0
 
 
 @pytest.mark.parametrize(
