@@ -49,7 +49,7 @@ SPREAD = 1.1
 many times a larger one."""
 LUCKY_IN = 5
 """One in so many times may be faster than those that agree."""
-REACH = 1.25
+REACH = 1.15
 """Those that agree take at most this many times the fastest of all."""
 _CONTEXT_TOKENS = 64
 _DEEP_TOKENS = 1024
