@@ -16,7 +16,7 @@ from typing import Any
 
 from kakeya.core.errors import ConfigError, KakeyaError, PeerProtocol, PeerUnavailable
 from kakeya.core.settings import Illegal, peer_address, split_address
-from kakeya.node.datadir import find_running
+from kakeya.node.datadir import find_running, is_held
 
 _ANSWER_S = 10.0
 _STREAM_S = 600.0
@@ -173,11 +173,23 @@ def find_node(address: str, folder: Path, key: str = "") -> NodeApi:
             raise ConfigError(f"--node: {problem}") from problem
     running = find_running(folder)
     if running is None:
-        raise PeerUnavailable(
-            f"no node runs in {folder}; start one with kakeya-node (from a clone: "
-            "./scripts/kakeya-node), or name one with --node HOST:PORT or --data-dir DIR"
-        )
+        raise PeerUnavailable(_why_none(folder))
     return NodeApi(address=running.http, key=key)
+
+
+def _why_none(folder: Path) -> str:
+    if is_held(folder):
+        return f"the node in {folder} starts, or ends; ask again in a moment, or see kakeya logs"
+    killed = find_running(folder, or_killed=True)
+    if killed is not None and killed.service:
+        return (
+            f"the node in {folder} was killed; its service starts it again within 30 s: "
+            f"kakeya service status --as {killed.service}"
+        )
+    return (
+        f"no node runs in {folder}; start one with kakeya-node (from a clone: "
+        "./scripts/kakeya-node), or name one with --node HOST:PORT or --data-dir DIR"
+    )
 
 
 def _object(address: str, data: bytes) -> dict[str, object]:

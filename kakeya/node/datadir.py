@@ -169,9 +169,9 @@ class DataDir:
         write_atomically(self.folder / RUN, json.dumps(asdict(info)).encode())
 
 
-def find_running(folder: Path) -> RunInfo | None:
-    """Return the addresses of the node that holds `folder`; None if none runs or is ready."""
-    return _read_run(folder / RUN) if is_held(folder) else None
+def find_running(folder: Path, *, or_killed: bool = False) -> RunInfo | None:
+    """Return the node that holds `folder`, or was killed there; None if none is ready, or was."""
+    return _read_run(folder / RUN) if or_killed or is_held(folder) else None
 
 
 def is_held(folder: Path) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from kakeya.cli.node_api import NodeApi
+from kakeya.cli.node_api import NodeApi, find_node
 from kakeya.core.errors import PeerUnavailable
+from kakeya.node.datadir import RUN, DataDir, RunInfo
 from tests.node.nodes import run_cli
 
 
@@ -98,3 +100,21 @@ def test_what_no_node_could_take_is_not_sent(arguments: tuple[str, ...], says: s
         done = run_cli("generate", "--node", node, *arguments)
     assert done.returncode != 0
     assert says in done.stderr
+
+
+def test_a_folder_without_a_node_says_why_and_what_to_do(tmp_path: Path) -> None:
+    def why() -> str:
+        with pytest.raises(PeerUnavailable) as refused:
+            find_node("", tmp_path)
+        return refused.value.message
+
+    run = RunInfo(pid=7, node_id="n", grpc="127.0.0.1:1", http="127.0.0.1:2", service="user")
+    with DataDir(tmp_path) as home:
+        assert "starts, or ends" in why()
+        home.write_run(run)
+        assert find_node("", tmp_path).address == run.http
+        left_by_kill = (tmp_path / RUN).read_bytes()
+    assert "start one with kakeya-node" in why()
+    (tmp_path / RUN).write_bytes(left_by_kill)
+    assert "its service starts it again" in why()
+    assert "kakeya service status --as user" in why()
