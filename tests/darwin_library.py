@@ -229,6 +229,8 @@ class DarwinLibrary:
     footprints: dict[int, int] = field(default_factory=dict)
     grows: int = 0
     """So often a table is larger when it is read than when its size was asked for."""
+    rooms: list[int] = field(default_factory=list)
+    """The bytes of room that each reading had."""
     refusal: int = 0
     """The errno of every `sysctl`; 0 = it answers."""
     attributes: dict[bytes, bytes] = field(default_factory=dict)
@@ -267,10 +269,13 @@ class DarwinLibrary:
     def _tell(self, data: bytes, into: Address, size: object) -> int:
         if self.refusal:
             return _fail(self.refusal)
+        room = size[0]  # type: ignore[index]
+        if into is not None:
+            self.rooms.append(room)
         if into is not None and self.grows:
             self.grows -= 1
             return _fail(errno.ENOMEM)
-        room, size[0] = size[0], len(data)  # type: ignore[index]
+        size[0] = len(data)  # type: ignore[index]
         if into is not None:
             assert room >= len(data)
             ctypes.memmove(into, data, len(data))

@@ -284,11 +284,12 @@ def _at(what: str, *numbers: int) -> bytes:
 def _told(what: str, ask: Callable[..., int]) -> bytes:
     """Ask for the size of an answer, then for the answer. Raises OSError."""
     size = c_size_t(0)
-    for _ in range(_TRIES):
+    for tries in range(1, 1 + _TRIES):
         if ask(None, ctypes.byref(size)):
             raise _refused(what)
         if not size.value:
             return b""
+        size.value *= tries  # a busy machine may start processes faster than it is asked
         answer = ctypes.create_string_buffer(size.value)
         if not ask(answer, ctypes.byref(size)):
             return answer.raw[: size.value]

@@ -108,10 +108,14 @@ def test_a_value_is_asked_for_by_its_name(library: DarwinLibrary) -> None:
         darwin.sysctl("no.such.name")
 
 
-def test_a_table_that_grows_while_it_is_read_is_read_again(library: DarwinLibrary) -> None:
+def test_a_table_that_grows_while_it_is_read_is_read_again_with_more_room(
+    library: DarwinLibrary,
+) -> None:
     library.rows = {pid: process_bytes(pid, 1, 5) for pid in (7, 8)}
     library.grows = 2
     assert [row.pid for row in darwin.processes()] == [7, 8]
+    first = library.rooms[0]
+    assert library.rooms == [first, 2 * first, 3 * first]
     library.grows = 99
     with pytest.raises(OSError, match="grew") as refused:
         darwin.processes()
