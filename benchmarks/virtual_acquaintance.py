@@ -56,6 +56,7 @@ def _copy(source: CardTable, target: CardTable, *, mono: float) -> None:
     target._ttl, target._proofs = source._ttl.copy(), source._proofs.copy()
     target._heard, target._lived = source._heard + mono, source._lived + mono
     target._since = source._since + np.float32(mono)
+    target._missed = source._missed.copy()
 
 
 def _forget_own(registry: CapabilityRegistry) -> None:

@@ -193,6 +193,21 @@ def test_after_half_an_hour_of_sleep_nothing_old_is_trusted(seed: int) -> None:
     assert all("n2" in party.sees(town.t) for party in town.up())
 
 
+def test_a_machine_that_slept_tells_nobody_of_nodes_that_it_has_not_heard_since() -> None:
+    dead, alive, sleeper, new = (make_party(name) for name in ("dead", "alive", "sleeper", "new"))
+    for other in (dead, alive):
+        exchange(sleeper, other, 0.0)
+    sleeper.registry.begin_round(**sleeper.times(1.0))
+    sleeper.asleep_s += 1800.0
+    sleeper.registry.begin_round(**sleeper.times(1801.0))
+    assert sleeper.sees(1801.0) == {"dead", "alive", "sleeper"}
+    exchange(sleeper, new, 1802.0)
+    assert new.sees(1802.0) == {"new", "sleeper"}
+    exchange(sleeper, alive, 1803.0)
+    exchange(sleeper, new, 1804.0)
+    assert new.sees(1804.0) == {"new", "sleeper", "alive"}
+
+
 def test_a_clock_that_is_set_is_taken_for_sleep_and_forgiven_by_the_next_beats() -> None:
     a, b = make_party("a"), make_party("b")
     exchange(a, b, 0.0)

@@ -118,6 +118,7 @@ class CardTable:
         self._numbers = np.zeros(0, np.uint16)
         self._heard: Floats = np.zeros(0)
         self._lived: Floats = np.zeros(0)
+        self._missed = np.zeros(0, np.float32)
         self._ttl = np.zeros(0, np.float32)
         self._since = np.zeros(0, np.float32)
         self._proofs: Keys = np.zeros(0, np.uint64)
@@ -173,6 +174,7 @@ class CardTable:
         self._numbers[slot] = 0
         self._heard[slot] = mono
         self._lived[slot] = mono - max(0.0, age_s)
+        self._missed[slot] = 0.0
         self._ttl[slot] = card.ttl_s
         self._since[slot] = mono
         if len(self._proofs):
@@ -230,6 +232,11 @@ class CardTable:
         """Whether the time of a held card is not over."""
         slot = self._slot(card)
         return bool(mono - self._lived[slot] <= self._ttl[slot])
+
+    def sleep(self, slept_s: float) -> None:
+        """Count a sleep, in which `mono` stood still, into the ages that are told of held cards up
+        to the next beat of each. Here they are in doubt; elsewhere the dead would come back."""
+        self._missed += slept_s
 
     def ages(self, mono: float) -> Floats:
         """Seconds since each owner lived, for all held cards."""
@@ -295,6 +302,7 @@ class CardTable:
         where = slots[later]
         self._numbers[where] = numbers[later]
         self._heard[where] = mono
+        self._missed[where] = 0.0
         self._lived[where] = np.maximum(self._lived[where], lived[later])
         return where
 
@@ -328,7 +336,7 @@ class CardTable:
         return Beats(
             self._keys[slots],
             self._numbers[slots].astype(np.uint32),
-            mono - self._lived[slots],
+            mono - self._lived[slots] + self._missed[slots],
             self._proofs[slots] if len(self._proofs) else self._proofs,
         )
 
@@ -347,6 +355,7 @@ class CardTable:
         self._numbers = _longer(self._numbers, more)
         self._heard = _longer(self._heard, more)
         self._lived = _longer(self._lived, more)
+        self._missed = _longer(self._missed, more)
         self._ttl = _longer(self._ttl, more)
         self._since = _longer(self._since, more)
         if self._needs_proofs:

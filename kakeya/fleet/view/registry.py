@@ -283,6 +283,7 @@ class CapabilityRegistry:
         slept_s = (now - last_at) - (mono - last_mono)
         if slept_s <= self.own_card.offer.ttl_s:
             return 0.0
+        self._held.sleep(slept_s)
         self.suspect_all(mono=mono)
         return slept_s
 
