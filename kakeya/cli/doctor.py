@@ -126,7 +126,12 @@ async def examine_alone(
     else:
         lines += _check_ports(environ)
         detail = f"none runs in {folder}; only a running node can ask its peers"
-        lines.append(warning("node", detail, "kakeya-node"))
+        command = "kakeya-node"
+        killed = await asyncio.to_thread(find_running, folder, or_killed=True)
+        if killed is not None and killed.service:
+            detail += "; it was killed, and its service starts it again within 30 s"
+            command = f"kakeya service status --as {killed.service}"
+        lines.append(warning("node", detail, command))
     return Examination(node="", lines=tuple(lines), seconds=time.monotonic() - started)
 
 

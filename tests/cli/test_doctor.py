@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc.aio
@@ -24,7 +25,7 @@ from kakeya.cli.doctor import ask_node, examine, examine_alone, printable, show_
 from kakeya.core.errors import KakeyaError, PeerUnavailable
 from kakeya.doctor.examiner import Examiner
 from kakeya.doctor.report import Examination, Severity, fault, ok, warning
-from kakeya.node.datadir import LOCK, RUN
+from kakeya.node.datadir import LOCK, RUN, RunInfo
 from kakeya.v1 import fleet_pb2 as pb
 from kakeya.v1.fleet_pb2_grpc import ControlServiceServicer, add_ControlServiceServicer_to_server
 from kakeya.wire.status import abort
@@ -101,12 +102,15 @@ async def test_alone_it_looks_at_the_machine_and_says_what_needs_a_node(short_pa
 
 
 async def test_alone_it_finds_a_port_that_is_taken_and_dials_an_address(short_path: Path) -> None:
+    killed = RunInfo(pid=7, node_id="n", grpc="127.0.0.1:1", http="127.0.0.1:2", service="user")
+    (short_path / RUN).write_text(json.dumps(asdict(killed)))
     with socket.create_server(("127.0.0.1", 0)) as taken, closed_port() as closed:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         report = await examine_alone(closed, short_path, FREE | {"KAKEYA_BIND": bind})
     lines = {line.what: line for line in report.lines}
     assert lines[f"port {bind}"].level is Severity.FAULT
     assert "refuses port" in lines[f"reach {closed}"].detail
+    assert lines["node"].command == "kakeya service status --as user"
     with pytest.raises(PeerUnavailable, match="only a running node can find 'some label'"):
         await examine_alone("some label", short_path, FREE)
 
