@@ -371,7 +371,8 @@ class Engines:
 
     def _check_free(self, model_id: str) -> None:
         if any(model_id == one.model_id for one in self._specs):
-            raise Conflict(f"this node serves a model {model_id!r} already; give another name")
+            told = f"this node serves a model {model_id!r} already; give another name"
+            raise Conflict(f"{told}, a ring group's by --name")
 
     def _recipe(self, spec: ModelSpec, source: str) -> EngineRecipe:
         if spec.backend == LLAMA:
