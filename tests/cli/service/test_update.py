@@ -31,6 +31,7 @@ from kakeya.cli.service.update import (
 )
 from kakeya.core.errors import ConfigError
 from kakeya.node.datadir import DataDir, RunInfo
+from tests.cli.service import test_command
 
 OLD = "kakeya-0.1.0-py3-none-any.whl"
 
@@ -195,25 +196,18 @@ def test_a_service_that_was_not_started_yet_is_not_stopped_twice(tmp_path, monke
     assert not keeper.is_loaded
 
 
-class Systemd:
+class Systemd(test_command.Keeper):
     """systemd: a node of a version other than `one` ends at once, and is started again."""
 
     def __init__(self, clone: Path, folder: Path) -> None:
+        super().__init__(folder)
         self.file = clone / "file"
-        self.folder = folder
-        self.home: DataDir | None = None
 
     def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         said = "ActiveState=active\nSubState=running\nNRestarts=2\nResult=success\n"
         is_bad = self.file.read_text() != "one"
-        if "enable" in command and not is_bad:
-            self.home = DataDir(self.folder)
-            self.home.write_run(
-                RunInfo(pid=7, node_id="n", grpc="a:1", http="a:2", log_file="l", service="user")
-            )
-        if "disable" in command and self.home is not None:
-            self.home.close()
-            self.home = None
+        if not (is_bad and "enable" in command):
+            super().__call__(command)
         if "show" in command and is_bad:
             said = "ActiveState=activating\nSubState=auto-restart\nResult=exit-code\n"
         if "journalctl" in command:
