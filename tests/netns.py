@@ -26,6 +26,7 @@ import ctypes
 import functools
 import ipaddress
 import itertools
+import json
 import os
 import secrets
 import select
@@ -38,6 +39,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,10 +57,11 @@ def _ip(*arguments: str) -> None:
     _check("ip", *arguments)
 
 
-def _check(*command: str) -> None:
+def _check(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return done.stdout
 
 
 @functools.cache
@@ -288,6 +291,7 @@ def network(count: int, *, thunderbolt: bool = False) -> Iterator[tuple[Machine,
         if thunderbolt:
             for number, (left, right) in enumerate(itertools.pairwise(machines), 1):
                 _add_cable(left, right, number)
+        _wait_for_carriers(machines)
         yield tuple(machines)
     finally:
         for machine in machines:
@@ -308,6 +312,21 @@ def _add_machine(run: str, switch: str, number: int) -> Machine:
     _ip("-n", name, "addr", "add", f"{machine.ip}/24", "brd", "+", "dev", LAN)
     _ip("-n", name, "link", "set", LAN, "up")
     return machine
+
+
+def _wait_for_carriers(machines: Sequence[Machine]) -> None:
+    """Linux tells of a new link's carrier when it has time: where busy, seconds later."""
+    deadline_mono = time.monotonic() + 30.0
+    for machine in machines:
+        while any(link["operstate"] != "UP" for link in _links(machine)):
+            if time.monotonic() > deadline_mono:
+                raise OSError(f"no carrier at a link of {machine.name} for 30 s: {_links(machine)}")
+            time.sleep(0.02)
+
+
+def _links(machine: Machine) -> list[dict[str, Any]]:
+    found = json.loads(_check("ip", "-json", "-n", machine.name, "link", "show"))
+    return [link for link in found if link["ifname"] != "lo"]
 
 
 def _add_cable(left: Machine, right: Machine, number: int) -> None:

@@ -70,7 +70,10 @@ class ToyEngine(EngineServiceServicer):
     async def _steps(self, request, history):
         sampling = Sampling(temperature=request.temperature, seed=request.seed)
         count, reason = 0, StopReason.MAX_TOKENS
+        hangs = [length for length in self._options.hang_at if length > len(history)]
         while count < request.max_tokens:
+            if len(history) in hangs:
+                await asyncio.Event().wait()
             if len(history) >= self._options.context:
                 reason = StopReason.CONTEXT_FULL
                 break
@@ -145,6 +148,13 @@ def main() -> None:
     parser.add_argument("--measured-at", type=int, default=0, help="the call of Describe")
     parser.add_argument("--context", type=int, default=10_000)
     parser.add_argument("--die-after", type=int, default=0)
+    parser.add_argument(
+        "--hang-at",
+        type=int,
+        nargs="*",
+        default=[],
+        help="lengths of a history at which a decode that began with a shorter one tells no more",
+    )
     parser.add_argument("--exit-code", type=int, default=0)
     parser.add_argument("--say", default="")
     parser.add_argument("--max-running", type=int, default=64)
