@@ -51,6 +51,10 @@ class Ledger:
     """Bytes reserved for tenants that grow, less the growth since."""
     changes: int = 0
     """Counts what was written down, but for the budget."""
+    _last: tuple[tuple[object, ...], Snapshot] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """The last snapshot, with all that it hangs on."""
 
     def __contains__(self, key: ResidentKey) -> bool:
         return key in self._residents
@@ -221,6 +225,18 @@ class Ledger:
     ) -> Snapshot:
         """The whole ledger at this moment, beside what the arbiter knows of the machine and of
         requests."""
+        # An idle node asks several times a second, and little changes in minutes.
+        moment = (self.changes, self.budget_bytes, level, waiting, kept)
+        if self._last is None or self._last[0] != moment:
+            self._last = moment, self._snapshot(level, waiting, kept)
+        return self._last[1]
+
+    def _snapshot(
+        self,
+        level: PressureLevel,
+        waiting: tuple[ResidentKey, ...],
+        kept: tuple[ResidentKey, ...],
+    ) -> Snapshot:
         return Snapshot(
             budget_bytes=self.budget_bytes,
             committed_bytes=self.committed_bytes,
@@ -238,7 +254,13 @@ class Ledger:
         )
 
     def check_integrity(self) -> None:
-        """Check that notes are of what is there, figures 0 or more. Raises InvariantBroken."""
+        """Check that notes are of what is there, figures 0 or more, and the kept snapshot
+        that of this moment. Raises InvariantBroken."""
+        if self._last is not None:
+            (changes, budget, *_), kept = self._last
+            fresh = self._snapshot(kept.level, kept.waiting, kept.kept)
+            if (changes, budget) == (self.changes, self.budget_bytes) and fresh != kept:
+                raise errors.InvariantBroken("ledger", f"its snapshot is {kept}, not {fresh}")
         notes = {*self._promised, *self._given, *self._stubborn, *self._growing}
         if strangers := notes - set(self._tenants):
             raise errors.InvariantBroken("ledger", f"notes of no tenant: {sorted(strangers)}")
