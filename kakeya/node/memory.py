@@ -70,7 +70,7 @@ from kakeya.node.state_writer import StateWriter
 
 _ENGINES = {TEXT: TEXT_TARGET, DRAFT: DRAFTER, EMBED: EMBEDDING}
 """The capabilities of models that are engines, and their roles in the ledger."""
-TEND_S = 2.0
+TEND_S = 4.0
 """Seconds between two checks of which models can come back, or be loaded by a request."""
 
 
