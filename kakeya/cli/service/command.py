@@ -199,11 +199,17 @@ class Service:
         """Start the node again. Raises ConfigError."""
         self._began_unix = int(time.time())
         self._all(self._plan.load)
+        self.look()
+
+    def look(self) -> None:
+        """Count the ends of `why_ended` from here, and the lines of `last_lines`."""
+        self._began_unix = self._began_unix or int(time.time())
         self._at_start = self._program(self._plan.look).stdout
 
-    def why_ended(self) -> str:
-        """Why the node has ended since `start`; "" = it has not. The system starts it again."""
-        return why_ended(self._at_start, self._program(self._plan.look).stdout)
+    def why_ended(self, ends: int = 0) -> str:
+        """Why the node has ended more than `ends` times since `start` or `look`; "" = it has not.
+        The system starts it again."""
+        return why_ended(self._at_start, self._program(self._plan.look).stdout, ends)
 
     def last_lines(self, count: int) -> list[str]:
         """What the node said last outside its log, and the end of its log."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import plistlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -226,22 +226,28 @@ def _quoted(word: str) -> str:
     return f'"{escaped}"'
 
 
-def why_ended(at_start: str, at_end: str) -> str:
-    """Why a node has ended since its service was started, of what `look` said just after the start
-    and says at the end; "" = it has not."""
+def why_ended(at_start: str, at_end: str, ends: int = 0) -> str:
+    """Why a node has ended more often than `ends` times since `at_start`; "" = it has not.
+
+    Both are what `look` says; `at_start`, with `ends` 0, just after the service was started.
+    """
     before, after = _properties(at_start), _properties(at_end)
     if "ActiveState" in after:
-        has_ended = (
-            after["ActiveState"] in ("failed", "inactive")
-            or after.get("SubState", "").startswith("auto-restart")
-            or after.get("NRestarts") != before.get("NRestarts")
-        )
+        waits = after.get("SubState", "").startswith("auto-restart")
+        is_over = after["ActiveState"] in ("failed", "inactive")
+        has_ended = is_over or _starts(after, before, "NRestarts") + waits > ends
         names = ("Result", "ExecMainStatus")
     else:
         names = ("last exit code", "last terminating signal")
         has_ended = any(after.get(name, _NEVER) != _NEVER for name in names)
+        if ends:
+            has_ended = _starts(after, before, "runs") > ends
     told = ", ".join(f"{name} {after[name]}" for name in names if name in after)
     return f"the node ended, says its service: {told}" if has_ended else ""
+
+
+def _starts(after: Mapping[str, str], before: Mapping[str, str], name: str) -> int:
+    return int(after.get(name, "0")) - int(before.get(name, "0"))
 
 
 def _properties(said: str) -> dict[str, str]:

@@ -10,10 +10,12 @@ import argparse
 import json
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
+from kakeya.cli.service.command import Service, service_of
 from kakeya.cli.service.drain import MOST_PATIENCE_S, PATIENCE_S, ctrl_c_told, drain
 from kakeya.cli.service.start import check_start, start_again, until_left, until_ready
 from kakeya.core.errors import InvalidArgument, KakeyaError, PeerUnavailable
@@ -59,10 +61,11 @@ def run(options: argparse.Namespace) -> int | None:
 
 def restart(folder: Path, old: RunInfo, patience_s: float) -> RunInfo:
     """Restart the node of a folder, and return its new run. Raises KakeyaError."""
-    if old.service:
-        drain(folder, patience_s, until_replaced=False, tell=_tell)
-        return until_ready(folder, old.pid)
     check_start(old)
+    if service := service_of(folder, old.service):
+        service.look()
+        drain(folder, patience_s, until_replaced=False, tell=_tell)
+        return until_ready(folder, old.pid, partial(_why_not, service))
     failed: list[KakeyaError] = []
 
     def replaced() -> None:
@@ -79,6 +82,11 @@ def restart(folder: Path, old: RunInfo, patience_s: float) -> RunInfo:
     new = until_ready(folder, old.pid, started=start_again(old, folder))
     draining.join(patience_s)
     return new
+
+
+def _why_not(service: Service) -> str:
+    ended = service.why_ended(ends=1)
+    return "; ".join([ended, *service.last_lines(1)]) if ended else ""
 
 
 def _tell(text: str) -> None:

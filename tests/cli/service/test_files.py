@@ -160,3 +160,22 @@ def test_launchd_tells_that_a_node_ended_since_its_start() -> None:
         "last exit code = (never exited)", "last terminating signal = Killed: 9"
     )
     assert why_ended(at_start, killed).endswith("last terminating signal Killed: 9")
+
+
+@pytest.mark.parametrize(
+    ("said", "is_over"),
+    [
+        (systemd_says("activating", "auto-restart", 3, "success", 0), False),
+        (systemd_says("active", "running", 4, "success", 0), False),
+        (systemd_says("activating", "auto-restart", 4, "exit-code", 2), True),
+        (systemd_says("active", "running", 5, "exit-code", 2), True),
+        (systemd_says("failed", "failed", 4, "exit-code", 2), True),
+        ("\tstate = running\n\truns = 8\n\tlast exit code = 0\n", False),
+        ("\tstate = running\n\truns = 9\n\tlast exit code = 2\n", True),
+    ],
+)
+def test_one_end_is_what_a_restart_asked_for(said: str, is_over: bool) -> None:
+    at_start = systemd_says("active", "running", 3, "success", 0)
+    if "runs" in said:
+        at_start = "\tstate = running\n\truns = 7\n\tlast exit code = (never exited)\n"
+    assert bool(why_ended(at_start, said, ends=1)) is is_over
