@@ -27,7 +27,7 @@ _WORDS = (
     *("bridge", "morning", "circle", "butter", "tower", "yellow", "market", "ocean", "pencil"),
 )
 _CALIBRATION_WORDS = 40
-_COSTS_S = 30
+_COSTS_S = 60
 """How long a model that was loaded just now gets to be measured."""
 _COPIED_WORDS = 16
 
