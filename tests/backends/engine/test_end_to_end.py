@@ -16,7 +16,7 @@ from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.facts import ModelState
 from kakeya.generation.request import Sampling
 from tests import fork_server
-from tests.backends.engine.test_backend import FAST, _lines, backend, is_alive
+from tests.backends.engine.test_backend import FAST, HUNG_AT_TEN, _lines, backend, is_alive
 from tests.sessions.conftest import running_node
 from tests.sessions.toy import expected
 from tests.waiting import until
@@ -26,7 +26,7 @@ PROMPT = [5, 6, 7]
 
 async def test_a_killed_engine_costs_a_grpc_client_time_and_no_token():
     """Rows 29 and 34: the same tokens as without the fault, greedy and sampled."""
-    async with backend("--delay-s", 0.01) as model, running_node(model) as node:
+    async with backend(*HUNG_AT_TEN) as model, running_node(model) as node:
         for options in ({}, {"temperature": 1.0, "seed": 11}):
             sampling = Sampling(**options)
             async with await node.client.create_session() as session:
