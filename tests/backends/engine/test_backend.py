@@ -255,10 +255,13 @@ async def test_two_kills_in_one_generation_are_survived():
 
 
 async def test_a_death_after_the_last_token_ends_the_generation_properly():
-    async with backend("--die-after", 4) as model:
+    async with backend("--hang-at", 7) as model:
         await model.ready(60.0)
-        tokens, done = await collect(model, request(max_tokens=4))
-        assert tokens == wanted(request(max_tokens=4))
+        asked = request(max_tokens=4)
+        tokens, done = await collect(
+            model, asked, lambda n: n == 4 and os.kill(model.pid, signal.SIGKILL)
+        )
+        assert tokens == wanted(asked)
         assert done.reason is StopReason.MAX_TOKENS
 
 
@@ -287,9 +290,10 @@ async def test_a_program_that_does_not_exist_fails_with_its_name():
 
 async def test_an_engine_that_dies_after_each_token_still_makes_progress():
     options = replace(FAST, max_losses_in_a_row=2)
-    async with backend("--die-after", 1, options=options) as model:
-        tokens, _ = await collect(model, request(max_tokens=3))
-        assert tokens == wanted(request(max_tokens=3))
+    async with backend("--hang-at", 4, 5, 6, options=options) as model:
+        asked = request(max_tokens=3)
+        tokens, _ = await collect(model, asked, lambda _: os.kill(model.pid, signal.SIGKILL))
+        assert tokens == wanted(asked)
         assert model.restarts >= 2
 
 

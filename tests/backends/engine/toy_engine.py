@@ -72,8 +72,6 @@ class ToyEngine(EngineServiceServicer):
         count, reason = 0, StopReason.MAX_TOKENS
         hangs = [length for length in self._options.hang_at if length > len(history)]
         while count < request.max_tokens:
-            if len(history) in hangs:
-                await asyncio.Event().wait()
             if len(history) >= self._options.context:
                 reason = StopReason.CONTEXT_FULL
                 break
@@ -81,9 +79,8 @@ class ToyEngine(EngineServiceServicer):
             history.append(next_token(history, sampling))
             count += 1
             yield pb.DecodeResponse(tokens=pb.CommittedTokens(token_ids=history[-1:]))
-            if self._options.die_after and count >= self._options.die_after:
-                await asyncio.sleep(0.05)  # let the frame out
-                os.kill(os.getpid(), signal.SIGKILL)
+            if len(history) in hangs:
+                await asyncio.Event().wait()
             if history[-1] in request.stop_token_ids:
                 reason = StopReason.STOP_TOKEN
                 break
@@ -147,7 +144,6 @@ def main() -> None:
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--measured-at", type=int, default=0, help="the call of Describe")
     parser.add_argument("--context", type=int, default=10_000)
-    parser.add_argument("--die-after", type=int, default=0)
     parser.add_argument(
         "--hang-at",
         type=int,
