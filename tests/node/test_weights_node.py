@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 
 from kakeya.generation.spec import EMBEDDED_FOLDER
+from kakeya.weights.manifest import PIECE_BYTES
+from kakeya.weights.pull import STREAMS
 from tests.node.nodes import QUICK, NodeProcess, model_state, run_cli, seen_by
 from tests.waiting import eventually
 from tests.weights.world import content, make_model
@@ -50,7 +52,8 @@ async def kill(node: NodeProcess) -> None:
 async def some_came(node: NodeProcess) -> None:
     def is_under_way() -> bool:
         pulls = node.api.get("/api/v1/status")["weights"]["pulls"]
-        return any(5 << 20 < pull["done_bytes"] < pull["bytes"] - (5 << 20) for pull in pulls)
+        least = (STREAMS + 1) * PIECE_BYTES  # pieces on their way are among them
+        return any(least < pull["done_bytes"] < pull["bytes"] - (5 << 20) for pull in pulls)
 
     await eventually("a part of the model is here", is_under_way)
 
