@@ -34,9 +34,6 @@ from kakeya.mlx.verifier import MlxVerifier
 ROWS = (1, 2, 4, 8, 16)
 PIECES = (16, 32, 64, 128, 256)
 ROUNDS = 5
-MOST_ROUNDS = 20
-ATTEMPT_S = 2.0
-"""Beyond `ROUNDS` an attempt has as many rounds as take about so long: the best of many agree."""
 ATTEMPTS = 8
 QUIET_S = 1.0
 """The node has been idle for so long when a slice begins: an agent's next request may come soon."""
@@ -228,10 +225,7 @@ def _step(state: MlxVerifier, steps: int) -> None:
 
 def _rounds(sizes: Sequence[int], timings: _Timings) -> Iterator[int]:
     """The sizes again and again, up to one that is likely to take longer than a slice may."""
-    for number in range(MOST_ROUNDS):
-        round_s = sum(min(known).wall_s for known in timings.values())
-        if number >= ROUNDS and number * round_s >= ATTEMPT_S:
-            break
+    for number in range(ROUNDS):
         for before, size in pairwise([0, *sizes]):
             if number and size not in timings:
                 break
