@@ -57,6 +57,7 @@ class ScriptedPipeline:
                     for _ in range(100):
                         self.ballast.append(os.urandom(2 << 20))
                         time.sleep(0.005)
+                    time.sleep(3.0)  # as long as a busy machine may take to count it
                 case "flood":
                     os.write(1, b"words\n" * 20_000)
                 case "large":
