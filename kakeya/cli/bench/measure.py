@@ -28,7 +28,7 @@ _WORDS = (
 )
 _CALIBRATION_WORDS = 40
 _COSTS_S = 60
-"""How long a model that was loaded just now gets to be measured."""
+"""Seconds that a model gets to be measured; an engine at rest tells it after 15 and 45."""
 _COPIED_WORDS = 16
 
 

@@ -197,13 +197,14 @@ class Service:
 
     def start(self) -> None:
         """Start the node again. Raises ConfigError."""
-        self._began_unix = int(time.time())
+        began_unix = int(time.time())
         self._all(self._plan.load)
         self.look()
+        self._began_unix = began_unix
 
     def look(self) -> None:
         """Count the ends of `why_ended` from here, and the lines of `last_lines`."""
-        self._began_unix = self._began_unix or int(time.time())
+        self._began_unix = int(time.time())
         self._at_start = self._program(self._plan.look).stdout
 
     def why_ended(self, ends: int = 0) -> str:

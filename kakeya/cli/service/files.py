@@ -238,10 +238,10 @@ def why_ended(at_start: str, at_end: str, ends: int = 0) -> str:
         has_ended = is_over or _starts(after, before, "NRestarts") + waits > ends
         names = ("Result", "ExecMainStatus")
     else:
+        # launchd keeps the last end for ever, and counts starts alone.
         names = ("last exit code", "last terminating signal")
-        has_ended = any(after.get(name, _NEVER) != _NEVER for name in names)
-        if ends:
-            has_ended = _starts(after, before, "runs") > ends
+        is_told = any(after.get(name, _NEVER) != _NEVER for name in names)
+        has_ended = _starts(after, before, "runs") > ends if ends else is_told
     told = ", ".join(f"{name} {after[name]}" for name in names if name in after)
     return f"the node ended, says its service: {told}" if has_ended else ""
 

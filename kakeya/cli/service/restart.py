@@ -65,7 +65,7 @@ def restart(folder: Path, old: RunInfo, patience_s: float) -> RunInfo:
     if service := service_of(folder, old.service):
         service.look()
         drain(folder, patience_s, until_replaced=False, tell=_tell)
-        return until_ready(folder, old.pid, partial(_why_not, service))
+        return until_ready(folder, old.pid, partial(_why_ended, service))
     failed: list[KakeyaError] = []
 
     def replaced() -> None:
@@ -84,8 +84,8 @@ def restart(folder: Path, old: RunInfo, patience_s: float) -> RunInfo:
     return new
 
 
-def _why_not(service: Service) -> str:
-    ended = service.why_ended(ends=1)
+def _why_ended(service: Service) -> str:
+    ended = service.why_ended(ends=1)  # the first one was asked for
     return "; ".join([ended, *service.last_lines(1)]) if ended else ""
 
 

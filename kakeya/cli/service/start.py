@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -24,8 +25,10 @@ def check_start(run: RunInfo) -> None:
     """Raise ConfigError where a node would refuse to start as before, or it is not known how."""
     if not run.python:
         raise ConfigError("this node does not tell how it was started; stop it, and start it again")
+    own = {} if run.service else os.environ  # a service has nothing of this terminal
     try:
-        load(run.argv, {**os.environ, **run.environ})
+        with contextlib.chdir(_folder_of(run)):
+            load(run.argv, {**own, **run.environ})
     except KakeyaError as wrong:
         raise ConfigError(f"the node would not start again: {wrong.message}") from wrong
 
@@ -37,7 +40,7 @@ def start_again(run: RunInfo, folder: Path) -> subprocess.Popen[bytes]:
     with (folder / OUTPUT).open("wb") as output:
         return subprocess.Popen(
             command,
-            cwd=run.folder if Path(run.folder).is_dir() else None,
+            cwd=_folder_of(run),
             env={**os.environ, **run.environ},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -80,6 +83,11 @@ def until_left(folder: Path, give_up: Callable[[], bool]) -> None:
     """Wait until a node leaves its folder to another, or is gone, or `give_up`."""
     while is_held(folder) and not is_left(folder) and not give_up():
         time.sleep(_LOOK_S)
+
+
+def _folder_of(run: RunInfo) -> str:
+    """The folder in which relative paths of a run begin, if it is still there."""
+    return run.folder if os.access(run.folder, os.R_OK | os.X_OK) else os.curdir
 
 
 def _said(folder: Path) -> str:
