@@ -228,39 +228,34 @@ class Ledger:
         # An idle node asks several times a second, and little changes in minutes.
         moment = (self.changes, self.budget_bytes, level, waiting, kept)
         if self._last is None or self._last[0] != moment:
-            self._last = moment, self._snapshot(level, waiting, kept)
+            self._last = (
+                moment,
+                Snapshot(
+                    budget_bytes=self.budget_bytes,
+                    committed_bytes=self.committed_bytes,
+                    free_bytes=self.free_bytes,
+                    spare_bytes=self.spare_bytes,
+                    promised_bytes=self.promised_bytes,
+                    available_bytes=self.available_bytes,
+                    level=level,
+                    residents=self.residents,
+                    tenants=self.tenants,
+                    foreign=self.foreign,
+                    unfilled_bytes=self.unfilled_bytes,
+                    waiting=waiting,
+                    kept=kept,
+                ),
+            )
         return self._last[1]
 
-    def _snapshot(
-        self,
-        level: PressureLevel,
-        waiting: tuple[ResidentKey, ...],
-        kept: tuple[ResidentKey, ...],
-    ) -> Snapshot:
-        return Snapshot(
-            budget_bytes=self.budget_bytes,
-            committed_bytes=self.committed_bytes,
-            free_bytes=self.free_bytes,
-            spare_bytes=self.spare_bytes,
-            promised_bytes=self.promised_bytes,
-            available_bytes=self.available_bytes,
-            level=level,
-            residents=self.residents,
-            tenants=self.tenants,
-            foreign=self.foreign,
-            unfilled_bytes=self.unfilled_bytes,
-            waiting=waiting,
-            kept=kept,
-        )
-
     def check_integrity(self) -> None:
-        """Check that notes are of what is there, figures 0 or more, and the kept snapshot
-        that of this moment. Raises InvariantBroken."""
-        if self._last is not None:
-            (changes, budget, *_), kept = self._last
-            fresh = self._snapshot(kept.level, kept.waiting, kept.kept)
-            if (changes, budget) == (self.changes, self.budget_bytes) and fresh != kept:
-                raise errors.InvariantBroken("ledger", f"its snapshot is {kept}, not {fresh}")
+        """Check that notes are of what is there, figures 0 or more, and the last snapshot true
+        while nothing was written down. Raises InvariantBroken."""
+        if self._last is not None and self._last[0][:2] == (self.changes, self.budget_bytes):
+            last = self._last[1]
+            fresh = replace(self, _last=None).snapshot(last.level, last.waiting, last.kept)
+            if fresh != last:
+                raise errors.InvariantBroken("ledger", f"its snapshot is {last}, not {fresh}")
         notes = {*self._promised, *self._given, *self._stubborn, *self._growing}
         if strangers := notes - set(self._tenants):
             raise errors.InvariantBroken("ledger", f"notes of no tenant: {sorted(strangers)}")
