@@ -136,13 +136,11 @@ async def cut_stream(keepalive: Keepalive) -> Cut:
             return Cut(client_s, time.monotonic() - cut_mono, code)
 
 
-async def seconds_to_return(
-    outage_s: float, options: tuple[Option, ...] | None = None, *, is_just_tried: bool = False
-) -> float:
+async def seconds_to_return(outage_s: float, options: tuple[Option, ...] | None = None) -> float:
     """Seconds until a reused channel works again after its peer was away for a while.
 
-    With `is_just_tried` the peer returns after the next attempt to connect, which has the whole
-    pause before the one after it to go.
+    The peer returns at the worst moment: after an attempt to connect, with the whole pause before
+    the next one to go.
     """
     keepalive = Keepalive()
     async with running_node("a") as a:
@@ -157,11 +155,10 @@ async def seconds_to_return(
             await asyncio.sleep(0.05)
         port = int(address.rpartition(":")[2])
         tried = asyncio.Event()
-        if is_just_tried:
-            async with await asyncio.start_server(partial(_refuse, tried), "127.0.0.1", port):
-                while not tried.is_set():
-                    assert (await a.exchange(address, timeout_s=1.0)).errors
-                    await asyncio.sleep(0.05)
+        async with await asyncio.start_server(partial(_refuse, tried), "127.0.0.1", port):
+            while not tried.is_set():
+                assert (await a.exchange(address, timeout_s=1.0)).errors
+                await asyncio.sleep(0.05)
         async with running_node("b", port=port, incarnation=2):
             back_mono = time.monotonic()
             while (await a.exchange(address, timeout_s=1.0)).errors:
