@@ -1,5 +1,6 @@
 """A real image worker without torch: the prompt says what it does, and its image says how it was
-asked. Its folder may hold a file `megabytes`: so many it allocates.
+asked. Its folder may hold a file `megabytes`: so many it allocates; and a file `holds`: while it is
+there, a worker that swelled is not done.
 
 Run as `python -m tests.backends.images.scripted_worker --socket PATH --model FOLDER ...`.
 """
@@ -28,6 +29,7 @@ class ScriptedPipeline:
             raise ValueError("its weights are broken")
         if (folder / "dies").exists():
             sys.exit("no memory for it")
+        self.holds = folder / "holds"
         file = folder / "megabytes"
         self.ballast = [os.urandom(int(file.read_text()) << 20)] if file.exists() else []
 
@@ -57,7 +59,8 @@ class ScriptedPipeline:
                     for _ in range(100):
                         self.ballast.append(os.urandom(2 << 20))
                         time.sleep(0.005)
-                    time.sleep(3.0)  # as long as a busy machine may take to count it
+                    while step == total and self.holds.exists():
+                        time.sleep(0.005)
                 case "flood":
                     os.write(1, b"words\n" * 20_000)
                 case "large":

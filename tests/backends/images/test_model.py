@@ -135,6 +135,8 @@ async def test_growth_within_the_budget_is_counted_while_it_draws(
     tmp_path: Path, short_path: Path
 ) -> None:
     async with image_world(tmp_path, short_path) as world:
+        holds = tmp_path / "fox" / "holds"
+        holds.touch()
         swelling = replace(FOX, prompt="swell", steps=2)
         drawing = asyncio.create_task(world.image.draw(swelling, silent))
 
@@ -144,6 +146,7 @@ async def test_growth_within_the_budget_is_counted_while_it_draws(
 
         await until(lambda: counted() > 2 * IMAGE_BYTES)
         assert not drawing.done()
+        holds.unlink()
         await drawing
 
 
