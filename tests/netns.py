@@ -278,7 +278,10 @@ def _enter(namespace: int) -> None:
 def network(
     count: int, *, thunderbolt: bool = False, has_carriers: bool = True
 ) -> Iterator[tuple[Machine, ...]]:
-    """Make machines on one switch; on leaving, their commands end and all of it is removed."""
+    """Make machines on one switch; on leaving, their commands end and all of it is removed.
+
+    Without `has_carriers`, systems may not have told yet that their links are up.
+    """
     _remove_old()
     run = run_name(time.time())
     switch = f"{run}-switch"

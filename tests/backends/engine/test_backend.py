@@ -138,8 +138,8 @@ async def test_a_killed_engine_is_noticed_at_once_and_streams_continue_with_the_
         tokens, done = await collect(model, request(), kill_at_ten)
         assert tokens == wanted(request())
         assert done.usage.forwards >= 40
-        for n, other in enumerate(others):
-            assert (await other)[0] == wanted(asked[n])
+        for one, other in zip(asked, others, strict=True):
+            assert (await other)[0] == wanted(one)
         assert states == [ModelState.READY, ModelState.RESTARTING, ModelState.READY]
         assert model.restarts == 1
         assert model.last_error == ""
