@@ -160,7 +160,7 @@ async def test_a_group_serves_the_whole_fleet_and_comes_back_in_the_middle_of_an
     await fleet.is_up_again()
     group = await fleet.group()
     assert group is not None
-    assert "rank 1" in group["reason"]
+    assert "rank 1" in group["reason"], group
 
     status, said = await fleet.ring("down", GROUP)
     assert status == 0, said

@@ -36,6 +36,7 @@ _CALL_S = 5.0
 _LIST_S = 2.0
 _END_S = 4.0
 """A rank has half a second to end by itself."""
+_FAULT_S = 1.0
 _DOWN_S = 40.0
 """A group that ends may wait `GONE_S` for its engine, and then for its members."""
 _FOREVER_S = 10 * 365 * 86400.0
@@ -66,11 +67,14 @@ class LentRank:
         await self._peer.start_rank(self._order, hosts)
 
     async def end(self) -> None:
-        """End it, once; its memory has been given back, or it cannot be reached."""
+        """End it, once; its memory has been given back and its fault is known, or it cannot be
+        reached."""
         if not self._is_ended:
             self._is_ended = True
             with contextlib.suppress(KakeyaError):
                 await self._peer.end_rank(self._order)
+            # The fault comes on another call, and may come behind the answer.
+            await asyncio.wait((self.lost,), timeout=_FAULT_S)
 
     async def follow(
         self, call: grpc.aio.UnaryStreamCall[pb.HostRankRequest, pb.RankReport]
