@@ -57,6 +57,8 @@ RANK = Role(
 LEASE_S = 30.0
 """How long a rank waits for models in use that have to make room for it."""
 _GRACE_S = 0.5
+_SEEN_S = 0.2
+"""The end of a process is seen a moment behind it, when its group may be ending for it already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +115,18 @@ class HostedRank:
         """The progress of its load as it comes, until it leaves. Raises PeerUnavailable at the end
         of its process."""
         told: LoadProgress | None = None
-        while not self.leaves.is_set():
+        while True:
             await self._news.get()
             if self.progress is not None and self.progress is not told:
                 told = self.progress
                 yield told
-            if self.process is not None and self.process.has_exited:
+            leaves = self.leaves.is_set()
+            patience_s = _SEEN_S if leaves else 0.0
+            if self.process is not None and await self.process.has_exited_within(patience_s):
                 ended = await self.process.exited()
                 raise PeerUnavailable(f"rank {self.order.rank} ended by {ended.describe()}")
+            if leaves:
+                return
 
     def status(self) -> Json:
         """For people and programs."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -12,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from kakeya.backends.engine.process import EngineProcess
 from kakeya.backends.ring.canary_node import GroupChecks
 from kakeya.backends.ring.host import RankHost, RankOrder
 from kakeya.backends.ring.members import Memberships
 from kakeya.backends.ring.service import RingService
 from kakeya.backends.ring.spec import RingSeat, RingSpec
-from kakeya.core.errors import Conflict
+from kakeya.core.errors import Conflict, PeerUnavailable
 from kakeya.core.units import MIB
 from kakeya.generation.spec import EMBEDDED_FOLDER
 from kakeya.memory.api import MemoryArbiter
@@ -180,3 +183,21 @@ async def test_a_wish_that_was_ended_here_gets_no_rank(tmp_path: Path) -> None:
     request = pb.HostRankRequest(group=replace(SPEC, wish="wish").to_wire(), rank=1, leader="left")
     await RingService(groups, lambda: False).HostRank(request, context)
     assert [report.is_ended for report in call.written] == [True]
+
+
+async def test_a_rank_that_died_before_its_group_ended_it_is_told_as_lost() -> None:
+    """Rank 0 may be faster: its ring broke, and it had the group end."""
+    async with hosting() as (_, host), host.lent(order("a")) as rank:
+        rank.process = process = await EngineProcess.start(
+            "rank", lambda _: ("sleep", "600"), Path("none")
+        )
+        try:
+            reports = asyncio.create_task(anext(rank.reports()))
+            await asyncio.sleep(0)
+            os.kill(process.pid, signal.SIGKILL)
+            rank.leaves.set()
+            rank.poke()
+            with pytest.raises(PeerUnavailable, match="rank 1 ended by signal SIGKILL"):
+                await reports
+        finally:
+            await process.aclose(0)
