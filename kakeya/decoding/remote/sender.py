@@ -42,7 +42,7 @@ class PendingDraft:
         """The answer of a call that has ended. Raises the error that it ended with."""
         if self._refused is not None:
             raise self._refused
-        if self._call is None or not self._ended.is_set():
+        if self._call is None or self.arrived_mono is None:
             raise grpc.FutureTimeoutError
         return self._call.result(timeout=0)
 

@@ -123,7 +123,7 @@ class DraftStream:
             self._call.cancel()
 
     def _read(self, call: StreamCall) -> None:
-        outcome: Exception = grpc.FutureCancelledError()
+        outcome: ProposeBlockResponse | Exception = grpc.FutureCancelledError()
         try:
             call.initial_metadata()
             self.is_open = not self._is_closed
@@ -136,6 +136,8 @@ class DraftStream:
         if not self._is_closed:
             has_none = call.code() is grpc.StatusCode.UNIMPLEMENTED
             self._proposer.delay_streams(RETRY_WITHOUT_S if has_none else RETRY_S)
+            if has_none:  # gRPC told of metadata first, which looked like an open stream
+                outcome = ProposeBlockResponse(num_valid=0)
         if self._waiting is not None:
             self._waiting.end(outcome)
         self.has_ended = True

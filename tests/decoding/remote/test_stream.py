@@ -6,7 +6,9 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any
+from unittest import mock
 
 import grpc
 import grpc.aio
@@ -20,7 +22,7 @@ from kakeya.decoding.ngram.ngram import ROLLBACK, NGramIndex, NGramProposer
 from kakeya.decoding.remote.breaker import BreakerState
 from kakeya.decoding.remote.draft_book import RemoteDraftBook
 from kakeya.decoding.remote.remote import MalformedDraft, RemoteProposer, RemoteProposerError
-from kakeya.decoding.remote.stream import StreamedDraft, StreamedPeer
+from kakeya.decoding.remote.stream import RETRY_S, StreamedDraft, StreamedPeer
 from kakeya.decoding.serve.service import ProposerService
 from kakeya.decoding.serve.stream_service import DraftStreamService, StreamLimits
 from kakeya.v1 import distributed_pb2, drafts_pb2
@@ -45,9 +47,15 @@ def ngrams(**limits: float) -> tuple[ProposerService, DraftStreamService]:
 
 
 @contextmanager
-def proposing(address: str, **more: object) -> Iterator[RemoteProposer]:
-    proposer = RemoteProposer(address, "ngram", rng=random.Random(1), **more)
+def proposing(
+    address: str, *, timeout_s: float = PATIENCE_S, **more: Any
+) -> Iterator[RemoteProposer]:
+    """A proposer whose channel is ready."""
+    proposer = RemoteProposer(
+        address, "ngram", timeout_s=timeout_s, rng=random.Random(1), **more
+    )
     try:
+        grpc.channel_ready_future(proposer._channel).result(PATIENCE_S)
         yield proposer
     finally:
         proposer.close()
@@ -125,6 +133,40 @@ def test_a_peer_without_streams_is_asked_by_calls_and_not_tried_again() -> None:
         wait_until("no more streams", lambda: not proposer.may_stream())
         assert not isinstance(peer.begin([1, 2], 4, noise=None), StreamedDraft)
         assert (proposer.stats.failures, proposer.breaker.state) == (0, BreakerState.CLOSED)
+
+
+def test_a_request_on_a_stream_that_the_peer_turns_out_not_to_have_is_no_failure() -> None:
+    """gRPC tells of metadata before it tells that the peer lacks the method."""
+    has_asked = threading.Event()
+
+    class Refused(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNIMPLEMENTED
+
+    class Call(Refused):
+        def initial_metadata(self) -> tuple[()]:
+            return ()
+
+        def cancel(self) -> None:
+            pass
+
+        def __iter__(self) -> Iterator[object]:
+            has_asked.wait(PATIENCE_S)
+            raise Refused
+
+    with serving(ngrams()[0]) as address, proposing(address) as proposer:
+        call: Any = Call()
+        with (
+            mock.patch.object(proposer, "stream", return_value=call),
+            streaming(proposer, [1, 2]) as peer,
+        ):
+            pending = peer.begin([1, 2, 1], 4, noise=None)
+            assert isinstance(pending, StreamedDraft)
+            has_asked.set()
+            assert pending.wait(PATIENCE_S)
+            assert peer.finish(pending).tokens == ()
+        assert (proposer.stats.failures, proposer.breaker.state) == (0, BreakerState.CLOSED)
+        assert proposer._streams_from_mono > proposer.clock.mono() + RETRY_S
 
 
 def test_a_plain_peer_is_never_offered_a_stream() -> None:
@@ -419,7 +461,7 @@ def test_a_failure_counts_ends_the_stream_and_is_followed_by_calls(
         serving(Abstaining(), Rude(RUDE[habit])) as address,
         # Of the peer's silence alone is the end waited for.
         proposing(
-            address, vocab_size=VOCAB, timeout_s=2.0 if habit == "nothing" else PATIENCE_S
+            address, vocab_size=VOCAB, timeout_s=0.2 if habit == "nothing" else PATIENCE_S
         ) as proposer,
         streaming(proposer) as peer,
     ):
@@ -430,6 +472,7 @@ def test_a_failure_counts_ends_the_stream_and_is_followed_by_calls(
             peer.finish(pending)
         assert proposer.stats.failures == 1
         assert not proposer.may_stream()
+        proposer.timeout_s = PATIENCE_S
         following = peer.begin([*PROMPT, 1, 2], 4, noise=None)
         assert following is not None
         assert not isinstance(following, StreamedDraft)
@@ -450,14 +493,11 @@ def test_a_server_that_is_lost_in_the_middle_of_a_generation_costs_its_drafts_on
 def proposing_to_a_lost_server(
     services: tuple[ProposerService, DraftStreamService],
 ) -> Iterator[StreamedPeer]:
-    with serving(*services) as address:
-        proposer = RemoteProposer(address, "ngram", timeout_s=0.5)
-        peer = StreamedPeer(proposer)
-        peer.prepare(PROMPT, noise=None)
-        wait_until("a stream is open", lambda: peer._stream is not None and peer._stream.is_open)
-    yield peer
-    peer.leave()
-    proposer.close()
+    with ExitStack() as kept:
+        with serving(*services) as address:
+            proposer = kept.enter_context(proposing(address, timeout_s=0.5))
+            peer = kept.enter_context(streaming(proposer))
+        yield peer
 
 
 def test_a_generation_that_ends_leaves_no_thread_and_no_stream() -> None:
