@@ -295,18 +295,23 @@ class CopiedAnswer:
                 return
 
     async def _push(self) -> None:
-        """Have what is new held, by another node where the holder is lost."""
+        """Have what is new held, by another node where the holder is lost, and by this one until
+        another does."""
         self._frames += self._new
         self._new, self._new_tokens = [], 0
-        if self._held is not None and await self._is_held_by(self._holder, self._held):
+        held, is_here = self._held, self._holder is None
+        if held is not None and not is_here and await self._is_held_by(self._holder, held):
             return
-        if self._whole_left <= 0:
-            return
-        self._whole_left -= 1
-        for peer in self._copies.holders(self._copy.answer_id)[:_MOST_TRIES]:
-            if await self._is_held_by(peer, 0):
-                return
-        await self._is_held_by(None, 0)
+        here = held if is_here else None
+        peers = self._copies.holders(self._copy.answer_id)[:_MOST_TRIES]
+        if self._whole_left > 0 and (peers or here is None):
+            self._whole_left -= 1
+            for peer in peers:
+                if await self._is_held_by(peer, 0):
+                    return
+            await self._is_held_by(None, here or 0)
+        elif here is not None:
+            await self._is_held_by(None, here)
 
     async def _is_held_by(self, peer: LivePeer | None, before: int) -> bool:
         """Send the frames behind the first `before` to a peer, None = this node."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kakeya.core.errors import (
     Conflict,
+    DeadlineExceeded,
     Denied,
     KakeyaError,
     NotFound,
@@ -168,6 +169,22 @@ async def test_without_peers_the_node_holds_its_copies_itself() -> None:
     fleet = CopyFleet("front")
     got = await take(fleet.at("front"), new(), QuotedToy(), 10)
     assert count((await found(fleet, "front", len(got))).frames) >= 10
+
+
+async def test_a_copy_that_only_its_own_node_holds_goes_to_a_peer_as_soon_as_one_answers() -> None:
+    fleet = CopyFleet("front", "left")
+    fleet.fails["left"] = DeadlineExceeded("it is busy")
+    copies, copy = fleet.at("front"), new()
+    got = 0
+    async with aclosing(copies.begin(copy).decode(QuotedToy(), copy.request)) as frames:
+        async for frame in frames:
+            got += count([frame])
+            if got == 20:
+                await until(lambda: fleet.held["front"].find("resp_1", "") is not None)
+                assert fleet.held["left"].find("resp_1", "") is None
+                fleet.fails.clear()
+    await until(lambda: fleet.held["left"].find("resp_1", "") is not None)
+    assert count((await found(fleet, "left", got)).frames) == got
 
 
 @pytest.mark.parametrize("kind", [UnknownMethod, Denied])
