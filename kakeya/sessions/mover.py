@@ -309,7 +309,9 @@ class SessionMover:
                 peer, moved = min(found, key=lambda one: one[1].idle_s)
                 if await self._is_taken(peer, moved):
                     return
-            busy = next((one for one in answers if isinstance(one, Conflict)), None)
+            # A node that is late may have it as well as one where an operation runs on it.
+            unsure = (one for one in answers if isinstance(one, Conflict | DeadlineExceeded))
+            busy = next(unsure, None)
             if busy is None and not found:
                 return
             if not left:

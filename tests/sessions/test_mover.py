@@ -23,6 +23,7 @@ from kakeya.core.errors import (
     Refused,
 )
 from kakeya.prefix.seam import NoPrecache, PrefixClaim, TokenSource, Warmed, WarmOutcome, WarmReport
+from kakeya.sessions import mover, peers
 from kakeya.sessions.client import Client
 from kakeya.sessions.move_service import SessionMoveService
 from kakeya.sessions.mover import SessionMover
@@ -38,6 +39,13 @@ from tests.waiting import until
 
 PROMPT = [5, 6, 7]
 MORE = [8, 9]
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is late on a busy machine."""
+    monkeypatch.setattr(peers, "MOVE_S", 60.0)
+    monkeypatch.setattr(mover, "SETTLE_S", 60.0)
 
 
 class Models(ToyDirectory):
@@ -316,6 +324,31 @@ async def test_a_client_that_leaves_while_its_session_is_on_its_way_loses_nothin
     await new.mover.bring(session.session_id)
     assert list(new.store.get(session.session_id).history) == PROMPT
     assert not old.store.sessions()
+
+
+async def test_a_node_that_is_late_is_asked_again_before_a_session_counts_as_missing() -> None:
+    old, new = Place(1), Place(2)
+    session = opened(old)
+
+    class Late(Reached):
+        late = 1
+
+        async def take(
+            self, session_id: str, *, taker: str = "", remove: bool = False
+        ) -> MovedSession:
+            if self.late:
+                self.late -= 1
+                raise DeadlineExceeded("the node is busy")
+            return await super().take(session_id, taker=taker, remove=remove)
+
+    peer = Late(old)
+    new.peers.nodes = [peer]
+    peer.late = 1000
+    with pytest.raises(DeadlineExceeded):
+        await new.mover.bring(session.session_id)
+    peer.late = 1
+    await new.mover.bring(session.session_id)
+    assert list(new.store.get(session.session_id).history) == PROMPT
 
 
 @pytest.mark.parametrize("failure", [PeerUnavailable, DeadlineExceeded])
