@@ -81,7 +81,7 @@ from kakeya.wire.server.watchdog import LoopWatchdog
 _log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """How long running calls may go on after a stop signal."""
-_FAREWELL_S = 1.0
+_FAREWELL_S = 1.0  # for peers that have not heard when all other parts of a stop are done
 _HEARD_S = 1.0  # for the first round of gossip; one without peers is over at once
 _STUCK = "loop"
 """The cause of a hold: the whole node does not serve."""
@@ -517,14 +517,11 @@ class Agent:
         closing = asyncio.ensure_future(self._listeners.stop(GRACE_S))
         await asyncio.sleep(0)
         self._health.drain()
-        faults = await asyncio.gather(
-            closing,
-            self._http.stop(GRACE_S),
-            self._plane.gossip.farewell(_FAREWELL_S),
-            self._keeper.flush(),
-            self._on_demand.aclose(),
-            return_exceptions=True,
-        )
+        farewell = asyncio.ensure_future(self._plane.gossip.farewell(GRACE_S))
+        parts = (closing, self._http.stop(GRACE_S), self._keeper.flush(), self._on_demand.aclose())
+        faults = await asyncio.gather(*parts, return_exceptions=True)
+        await asyncio.wait((farewell,), timeout=_FAREWELL_S)
+        farewell.cancel()
         await self._services.mover.settled()
         for fault in faults:
             if isinstance(fault, Exception):
