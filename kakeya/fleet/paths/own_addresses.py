@@ -85,13 +85,12 @@ class OwnAddresses:
             interfaces=self._interfaces,
         )
         self._port = binding.port
+        if binding.follows_interfaces:  # a port that is free on loopback is mostly free elsewhere
+            await self._open_loopback(binding)
         for host in binding.network:
             await self._open_first(host, binding)
-        if binding.loopback:
-            self._loopback = await listeners.open_plain(
-                join_address(binding.loopback, self._port), flag="--bind"
-            )
-            self._port = split_address(self._loopback)[1]
+        if not self._loopback:
+            await self._open_loopback(binding)
         if not self._advertised():
             raise ConfigError(
                 f"--bind {self.grpc} listens everywhere and no network address was found to "
@@ -178,6 +177,13 @@ class OwnAddresses:
         return [i for i in interfaces if i.host in self._opened]
 
     # Opening and closing
+
+    async def _open_loopback(self, binding: Binding) -> None:
+        if binding.loopback:
+            self._loopback = await self._listeners.open_plain(
+                join_address(binding.loopback, self._port), flag="--bind"
+            )
+            self._port = split_address(self._loopback)[1]
 
     async def _open_first(self, host: str, binding: Binding) -> None:
         try:
