@@ -56,6 +56,8 @@ def test_a_configuration_error_is_never_retried_and_its_last_line_is_the_reason(
         (Exit(returncode=-6, last_line="assertion failed"), "signal SIGABRT: assertion failed"),
         (Exit(returncode=0), "exit code 0"),
         (Exit(returncode=-9, cause="hung"), "signal SIGKILL, sent because it hung"),
+        (Exit(returncode=1, last_line="no memory", cause="hung"), "exit code 1: no memory"),
+        (Exit(returncode=-11, cause="hung"), "signal SIGSEGV"),
     ],
 )
 def test_an_exit_is_described_in_one_clause(ended, sentence):
