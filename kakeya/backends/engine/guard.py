@@ -308,6 +308,9 @@ class EngineGuard:
             is_alive = await backend.answers(SILENT_S)
         finally:
             engine.is_asked = False
+        if not is_alive and pid is not None and pid != engine.killed:
+            occupied = await asyncio.to_thread(self._resident, pid)
+            engine.guarded_bytes = occupied or 0  # it may have shrunk since the last look
         self.tell(engine)
         why = self._excess(engine)
         if not is_alive and why and pid is not None and engine in self._engines:
