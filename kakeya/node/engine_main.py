@@ -288,13 +288,13 @@ async def _serve(
     server = grpc.aio.server(options=engine_options())
     servicer = engine.servicer()
     engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):  # before the parent can reach it
+        loop.add_signal_handler(number, stopped.set)
     server.add_insecure_port(f"unix:{socket_path}")
     await server.start()
     event(_log, "serving", socket=socket_path)
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
     await stopped.wait()
     servicer.end_streams()  # an idle stream would use up the grace
     await server.stop(_STOP_GRACE_S)
