@@ -4,7 +4,7 @@ Run as `python -m tests.engine.child_engine MODE --socket PATH --model FILE --mo
 
     slow    each chunk of a prompt takes a second
     hangs   the third token never comes, while FILE does not exist; the process answers on
-    steady  each token takes a millisecond
+    steady  each token takes a millisecond, and the 2000th of a generation never comes
     breaks  the device fails, and the model thread with it
 """
 
@@ -28,6 +28,7 @@ from kakeya.node.engine_main import main
 
 CHUNK_S = 1.0
 TOKEN_S = 0.001
+STEADY_TOKENS = 2000
 BLOCK_TOKENS = 64
 """The toy's KV is its text: 4 bytes a token."""
 
@@ -83,7 +84,7 @@ class ToyState:
             self.file.touch()
             time.sleep(3600)
         if self.mode == "steady":
-            time.sleep(TOKEN_S)
+            time.sleep(TOKEN_S if self.collected < STEADY_TOKENS else 3600)
         return self.flight.pop(0)
 
     def in_flight(self) -> int:

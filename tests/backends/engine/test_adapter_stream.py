@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import aclosing
 from pathlib import Path
 
 import grpc.aio
@@ -37,6 +37,7 @@ from pathlib import Path
 from tests.backends.engine.test_adapter_stream import Engine
 async def main():
     async with Engine(Path(sys.argv[1])) as engine:
+        print("serves", flush=True)
         await engine.begun.wait()
         print("begun", flush=True)
         await asyncio.sleep(60)
@@ -361,19 +362,18 @@ async def test_a_killed_engine_fails_the_load(short_path: Path) -> None:
         sys.executable, "-c", CHILD, str(short_path), stdout=asyncio.subprocess.PIPE
     )
     client = EngineClient("tiny", f"unix:{short_path}/engine", Keepalive())
-    try:
-        while not (short_path / "engine").exists():
-            await asyncio.sleep(0.02)
-        waiting = load(client, "a")
-        assert child.stdout is not None
-        assert await child.stdout.readline() == b"begun\n"
-        child.send_signal(signal.SIGKILL)
+    async with aclosing(client):
+        try:
+            assert child.stdout is not None
+            assert await child.stdout.readline() == b"serves\n"
+            waiting = load(client, "a")
+            assert await child.stdout.readline() == b"begun\n"
+        finally:
+            child.kill()
+            await child.wait()
         with pytest.raises(PeerUnavailable):
             async with asyncio.timeout(60):
                 await waiting
-    finally:
-        await child.wait()
-        await client.aclose()
 
 
 def faults(caplog: pytest.LogCaptureFixture) -> list[object]:

@@ -37,7 +37,7 @@ from kakeya.generation.request import DecodeRequest, Sampling
 from kakeya.wire.channels import Keepalive
 from tests.fakes import set_by
 from tests.sessions.toy import expected
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 FAST = EngineOptions(
     start_timeout_s=60.0,
@@ -101,10 +101,11 @@ def wanted(asked):
 def is_alive(pid):
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
     # An orphan that init has not reaped yet is dead all the same.
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 async def test_a_decode_streams_progress_then_tokens_then_one_done():
@@ -364,10 +365,12 @@ async def test_the_child_dies_with_its_parent_even_when_that_is_killed():
             stderr=asyncio.subprocess.DEVNULL,
             env={**os.environ, "TMPDIR": sockets},
         )
-        child = int(await asyncio.wait_for(parent.stdout.readline(), 30.0))
-        assert is_alive(child)
-        parent.kill()
-        await parent.wait()
+        try:
+            child = int(await asyncio.wait_for(parent.stdout.readline(), LIMIT_S))
+            assert is_alive(child)
+        finally:
+            parent.kill()
+            await parent.wait()
         await until(lambda: not is_alive(child))
 
 
@@ -511,7 +514,8 @@ def scheduling(mode, file=Path()):
 
 
 async def test_streams_that_speak_go_on_whatever_the_deadline_of_their_first_token_was():
-    """What was said has to be computed again, which takes this engine, as it counts, 1.5 s."""
+    """What was said has to be computed again, which takes this engine, as it counts, 1.5 s. Before
+    2000 tokens it waits to be killed."""
     asked = request(max_tokens=2500, deadline_s=1.0, sampling=Sampling())
     async with EngineBackend("toy", scheduling("steady"), options=FAST) as model:
         await model.ready(60.0)

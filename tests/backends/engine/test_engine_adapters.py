@@ -165,7 +165,7 @@ async def test_one_call_takes_the_slot_of_another_and_only_where_that_is_idle(
         await engine.load_adapter(name, refs[name], 30.0)
     with pytest.raises(MemoryRefused, match="no slot"):
         await engine.load_adapter(NAMES[2], refs[NAMES[2]], 30.0)
-    asked = DecodeRequest(token_ids=PROMPT, max_tokens=400, adapter_id=NAMES[0])
+    asked = DecodeRequest(token_ids=PROMPT, max_tokens=8192, adapter_id=NAMES[0])
     async with aclosing(engine.decode(asked)) as frames:
         async for frame in frames:
             if isinstance(frame, Tokens):

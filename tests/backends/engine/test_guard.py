@@ -167,7 +167,7 @@ async def test_an_engine_is_ended_while_the_event_loop_is_blocked() -> None:
     here = Guarded(500, 1000)
     here.running = 1
     async with here.watch:
-        while here.watched.guarded is None:  # until the thread has looked
+        while not here.watched.growth.peaks:  # until the thread has looked
             await asyncio.sleep(0.001)
         here.occupied = 1400
         until = time.monotonic() + WAIT_S

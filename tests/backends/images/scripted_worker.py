@@ -1,6 +1,6 @@
 """A real image worker without torch: the prompt says what it does, and its image says how it was
 asked. Its folder may hold a file `megabytes`: so many it allocates; and a file `holds`: while it is
-there, a worker that swelled is not done.
+there, no image is done.
 
 Run as `python -m tests.backends.images.scripted_worker --socket PATH --model FOLDER ...`.
 """
@@ -59,12 +59,12 @@ class ScriptedPipeline:
                     for _ in range(100):
                         self.ballast.append(os.urandom(2 << 20))
                         time.sleep(0.005)
-                    while step == total and self.holds.exists():
-                        time.sleep(0.005)
                 case "flood":
                     os.write(1, b"words\n" * 20_000)
                 case "large":
                     return bytes(MAX_BODY_BYTES)
+        while self.holds.exists():
+            time.sleep(0.005)
         return png(*(size or (64, 64)), f"{prompt} {seed}".encode())
 
 

@@ -169,13 +169,13 @@ async def test_a_failed_load_says_why_and_leaves_nothing(
 async def test_a_program_that_never_connects_or_does_not_exist_is_refused(
     short_path: Path,
 ) -> None:
-    async def start(*program: str) -> ImageWorker:
+    async def start(*program: str, timeout_s: float = 60) -> ImageWorker:
         return await ImageWorker.start(
-            "fox", lambda _: program, sockets=short_path, timeout_s=0.2, clock=SystemClock()
+            "fox", lambda _: program, sockets=short_path, timeout_s=timeout_s, clock=SystemClock()
         )
 
     with pytest.raises(LoadFailed, match=r"fox did not load within 0\.2 s"):
-        await start(sys.executable, "-c", "import time; time.sleep(60)")
+        await start(sys.executable, "-c", "import time; time.sleep(60)", timeout_s=0.2)
     with pytest.raises(LoadFailed, match="exit code 3"):
         await start("sh", "-c", "exit 3")
     with pytest.raises(ConfigError, match="cannot be run"):

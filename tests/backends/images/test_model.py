@@ -77,7 +77,9 @@ async def test_the_most_urgent_request_is_drawn_next_and_the_others_say_their_pl
             await world.image.draw(request, silent, waits[request.seed])
             drawn.append(request.seed)
 
-        first = asyncio.create_task(draw(replace(FOX, steps=20, prompt="slow")))
+        holds = tmp_path / "fox" / "holds"
+        holds.touch()
+        first = asyncio.create_task(draw(FOX))
         await until(lambda: "loading fox" in waits[1].describe())
         await until(lambda: str(world.image.status()["at"]).startswith("step "))
         rest = [
@@ -87,6 +89,7 @@ async def test_the_most_urgent_request_is_drawn_next_and_the_others_say_their_pl
         await until(lambda: waits[2].describe() == "2nd for a place, fox")
         assert waits[3].describe() == "1st for a place, fox"
         assert waits[1].describe() == ""
+        holds.unlink()
         await asyncio.gather(first, *rest)
         assert drawn == [1, 3, 2]
 

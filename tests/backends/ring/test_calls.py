@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc.aio
+import pytest
 
+from kakeya.backends.ring import calls
 from kakeya.backends.ring.calls import RingPeer
 from kakeya.backends.ring.host import RankOrder
 from kakeya.backends.ring.spec import RingSeat, RingSpec
@@ -45,8 +47,9 @@ class LateReport(RingServiceServicer):
 
 
 async def test_the_fault_of_a_rank_is_known_at_its_end_when_it_comes_behind_the_answer(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calls, "_FAULT_S", 60.0)
     server = grpc.aio.server()
     address = f"unix:{tmp_path}/ring"
     server.add_insecure_port(address)
