@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -58,6 +59,12 @@ def model_state(node: NodeProcess, model_id: str) -> dict[str, Any]:
     return next(model for model in models if model["model_id"] == model_id)
 
 
+def metric(node: NodeProcess, name: str) -> float:
+    with urllib.request.urlopen(f"http://{node.http}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+
 def seen_by(node: NodeProcess) -> dict[str, dict[str, Any]]:
     """The fleet as a node sees it: cards by node id."""
     return {card["node_id"]: card for card in node.api.get("/api/v1/fleet")["nodes"]}
@@ -68,10 +75,10 @@ def offers(card: dict[str, Any]) -> set[str]:
 
 
 @asynccontextmanager
-async def verifier_node(folder: Path, *flags: str) -> AsyncIterator[NodeProcess]:
-    """A node that decodes with the embedded model, ready to do so."""
+async def verifier_node(folder: Path, *flags: str, **how: Any) -> AsyncIterator[NodeProcess]:
+    """A node that decodes with the embedded model, ready to do so; `how` as in `NodeProcess`."""
     async with NodeProcess(
-        folder, "--node-id", "verifier", "--model", VERIFIER, *QUICK, *flags
+        folder, "--node-id", "verifier", "--model", VERIFIER, *QUICK, *flags, **how
     ) as node:
         await eventually(
             "the model is ready", lambda: model_state(node, VERIFIER)["state"] == "ready"

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from tests.node.nodes import NodeProcess, Shelf, client_of, shelf_of
+from tests.node.nodes import NodeProcess, Shelf, client_of, metric, shelf_of
 from tests.node.test_routed_node import MODEL, STORY, endless
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED: dict[str, Any] = {
@@ -33,10 +34,22 @@ async def shelf(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shelf
         yield nodes
 
 
+def copies(*peers: NodeProcess) -> float:
+    """Copies of answers in the memory of these nodes."""
+    return sum(metric(peer, "kakeya_held_answers") for peer in peers)
+
+
 async def events(
-    node: NodeProcess, method: str, path: str, kill_at: int = 0, **more: Any
+    node: NodeProcess,
+    method: str,
+    path: str,
+    kill_at: int = 0,
+    peers: Sequence[NodeProcess] = (),
+    **more: Any,
 ) -> list[tuple[str, str]]:
-    """Ids and bodies of the events that a node streams; it is killed behind so many, 0 = never."""
+    """Ids and bodies of the events that a node streams; it is killed behind so many, 0 = never,
+    once one of its peers has a copy."""
+    before = await asyncio.to_thread(copies, *peers)
     found: list[tuple[str, str]] = []
     event_id = ""
     async with (
@@ -52,6 +65,7 @@ async def events(
                     found.append((event_id, line[6:]))
                     event_id = ""
                     if len(found) == kill_at:
+                        await eventually("a peer has a copy", lambda: copies(*peers) > before)
                         node.send(signal.SIGKILL)
                         break  # what is on its way is lost too
     return found
@@ -69,7 +83,8 @@ def said(told: list[tuple[str, str]]) -> list[object]:
 async def test_the_other_nodes_tell_the_rest_of_a_chat_whose_node_was_killed(shelf: Shelf) -> None:
     path, asked = "/v1/chat/completions", ASKED | {"logit_bias": endless()}
     whole = await events(shelf.front, "POST", path, json=asked)
-    got = await events(shelf.front, "POST", path, kill_at=40, json=asked)
+    peers = tuple(shelf.minis.values())
+    got = await events(shelf.front, "POST", path, kill_at=40, peers=peers, json=asked)
     answer_id, _, number = got[-1][0].rpartition(":")
     assert int(number) == len(got) - 1 < len(whole) - 1
     last = {"Last-Event-ID": got[-1][0]}
@@ -92,10 +107,12 @@ async def test_a_response_in_the_background_goes_on_where_it_is_polled(shelf: Sh
     }
     async with client_of(right) as client:
         whole = await client.responses.create(**asked)
+        before = await asyncio.to_thread(copies, right)
         async with client_of(left) as first:
             begun = await first.responses.create(**asked, background=True)
             while (await first.responses.retrieve(begun.id)).status == "queued":
                 await asyncio.sleep(0.01)
+        await eventually("its peer has a copy", lambda: copies(right) > before)
         left.send(signal.SIGKILL)
         async with asyncio.timeout(150):
             while True:

@@ -205,7 +205,8 @@ async def test_text_models_that_do_not_fit_together_swap_and_every_request_is_an
         order = [VERIFIER, OTHER] * 3
         random.Random(7).shuffle(order)
         answers = []
-        while len(seen) <= 10:  # a fast machine is through with them before it was looked at often
+        # A fast machine is through with them before it was looked at often.
+        while len(seen) <= 10 and not sampler.done():
             answers += await asyncio.gather(*(ask(node, model) for model in order))
         sampler.cancel()
         with contextlib.suppress(asyncio.CancelledError):
