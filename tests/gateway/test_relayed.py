@@ -17,6 +17,7 @@ from kakeya.dispatch.tasks import TaskSpec
 from kakeya.gateway.app import build_app
 from kakeya.generation.facts import ModelState
 from tests.backends.relay.upstream import delta, events, refuses, says, stalls, upstream
+from tests.doctor.small_nodes import closed_port
 from tests.gateway.test_coordinator_fields import DIALECTS, HI
 from tests.gateway.toy import ToyModel, make_folder, serving
 from tests.waiting import eventually
@@ -188,9 +189,8 @@ async def test_a_client_that_leaves_ends_the_program(tmp_path):
     async with node(slow=f"echo $$ > {pid}; echo on; sleep 600") as served:
         body = {"model": "slow", "messages": HI}
         asking = asyncio.create_task(served.http.post(CHAT, json=body))
-        await eventually("it runs", pid.exists)
+        number = int(await eventually("it runs", lambda: pid.exists() and pid.read_text().strip()))
         asking.cancel()
-        number = await asyncio.to_thread(lambda: int(pid.read_text()))
         await eventually("it is gone", lambda: not _runs(number))
 
 
@@ -225,13 +225,13 @@ async def test_refusals_of_a_cloud_are_statuses_here(status, ours, says_):
 
 
 async def test_a_cloud_that_is_not_there_is_a_bad_gateway_and_a_late_program_a_timeout():
-    async with upstream(says("x")) as west:
-        url = west.url
-    async with node(url=url, slow="sleep 600", fails="echo ' it broke ' >&2; exit 3") as served:
-        absent = await served.http.post(CHAT, json={"model": MODEL, "messages": HI})
-        late = {"model": "slow", "messages": HI, "deadline_s": 0.1}
-        slow = await served.http.post(CHAT, json=late)
-        failed = await served.http.post(CHAT, json={"model": "fails", "messages": HI})
+    fails = "echo ' it broke ' >&2; exit 3"
+    with closed_port() as west:
+        async with node(url=f"http://{west}/v1", slow="sleep 600", fails=fails) as served:
+            absent = await served.http.post(CHAT, json={"model": MODEL, "messages": HI})
+            late = {"model": "slow", "messages": HI, "deadline_s": 0.1}
+            slow = await served.http.post(CHAT, json=late)
+            failed = await served.http.post(CHAT, json={"model": "fails", "messages": HI})
     assert (absent.status_code, slow.status_code, failed.status_code) == (502, 504, 502)
     assert "the cloud west (127.0.0.1) does not answer" in absent.text
     assert "the command fails ended with 3: it broke" in failed.text
@@ -325,10 +325,11 @@ async def test_a_loaded_model_goes_before_a_cloud_and_a_cloud_that_failed_goes_l
         idle.state = ModelState.READY
         assert await answers() == "idle"
         idle.state = ModelState.UNLOADED
-    async with node(idle, url=west.url, tasks=tasks) as served:
-        body = {"model": "t", "messages": HI}
-        assert (await served.http.post(CHAT, json=body)).status_code == 502
-        again = await served.http.post(CHAT, json=body)
+    with closed_port() as nowhere:
+        async with node(idle, url=f"http://{nowhere}/v1", tasks=tasks) as served:
+            body = {"model": "t", "messages": HI}
+            assert (await served.http.post(CHAT, json=body)).status_code == 502
+            again = await served.http.post(CHAT, json=body)
     assert again.json()["model"] == "idle"
     assert again.headers["x-kakeya-task"].endswith(f"reason={MODEL} cannot be reached now")
 

@@ -105,8 +105,8 @@ class ToyModel:
     """Says `script` and then the stop token, or, without a script, noise keyed by (seed, position).
 
     `open` counts running decodes; `closed` is set whenever one is closed; `fail_after` raises
-    PeerUnavailable behind so many tokens. The logprob of each token is -0.5, and the
-    likeliest ones in its place are itself.
+    PeerUnavailable behind so many tokens. `gate`, when given, is waited for before the first token.
+    The logprob of each token is -0.5, and the likeliest ones in its place are itself.
     """
 
     folder: Path
@@ -120,6 +120,7 @@ class ToyModel:
     context_tokens: int = 512
     fail_after: int | None = None
     commits_stop_token: bool = True
+    gate: asyncio.Event | None = None
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
@@ -173,6 +174,8 @@ class ToyModel:
                 total_tokens=total,
                 cached_tokens=_usage(total, 0).cached_tokens,
             )
+            if self.gate is not None:
+                await self.gate.wait()
             said = 0
             reason = StopReason.MAX_TOKENS
             for step in self._steps(request):
@@ -345,7 +348,7 @@ class Served:
     http: httpx.AsyncClient
     openai: AsyncOpenAI
 
-    async def raw(self, request: bytes, *, wait_s: float = 5.0) -> bytes:
+    async def raw(self, request: bytes, *, wait_s: float = 60.0) -> bytes:
         """Send bytes as they are; returns what came until the server closed or fell silent."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(request)

@@ -292,16 +292,16 @@ async def test_a_session_can_be_used_at_once_after_a_cancelled_generation(node):
 async def test_a_client_deadline_stops_the_engine_too():
     model = HashServedModel(gate=asyncio.Event())
     async with running_node(model) as node:
-        session = await node.client.create_session()
-        await session.append(PROMPT)
-        code, _ = await status_of(
-            node.stub.Generate(
-                pb.GenerateRequest(session_id=session.session_id, max_tokens=9), timeout=0.2
-            ).read()
-        )
-        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: model.closed_early == 1)
-        await until(lambda: not node.store.sessions()[0].is_busy)
+        deadline_s = 0.1
+        while not model.requests:
+            deadline_s *= 2
+            session = await node.client.create_session()
+            await session.append(PROMPT)
+            request = pb.GenerateRequest(session_id=session.session_id, max_tokens=9)
+            code, _ = await status_of(node.stub.Generate(request, timeout=deadline_s).read())
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: model.closed_early == len(model.requests))
+        await until(lambda: not any(one.is_busy for one in node.store.sessions()))
 
 
 async def test_an_engine_that_is_lost_costs_the_call_and_not_the_session(node):

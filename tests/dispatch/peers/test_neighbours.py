@@ -21,7 +21,8 @@ from kakeya.core.errors import (
     StoreFailed,
 )
 from kakeya.core.ids import ModelId
-from kakeya.dispatch.peers.neighbours import DESCRIBED_S, LATE, ServingPeer, ServingPeers
+from kakeya.dispatch.peers import client, neighbours
+from kakeya.dispatch.peers.neighbours import DESCRIBED_S, LATE, QUOTE_S, ServingPeer, ServingPeers
 from kakeya.dispatch.peers.quote import Quote
 from kakeya.dispatch.peers.text_files import TextFiles
 from kakeya.fleet.cards.cards import Card, CardRole, Endpoint, OfferedModel
@@ -97,6 +98,13 @@ class Front:
 
     def peer(self, node_id: str) -> ServingPeer:
         return next(one for one in self.peers.offering() if one.node_id == node_id)
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is late on a busy machine."""
+    monkeypatch.setattr(neighbours, "QUOTE_S", 60.0)
+    monkeypatch.setattr(client, "_SHORT_S", 60.0)
 
 
 @pytest.fixture
@@ -248,7 +256,10 @@ async def test_quotes_come_of_all_at_once_and_a_failure_is_a_text(
     assert front.failed == []
 
 
-async def test_a_node_that_does_not_answer_is_in_doubt_for_a_while(front: Front) -> None:
+async def test_a_node_that_does_not_answer_is_in_doubt_for_a_while(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "QUOTE_S", QUOTE_S)
     async with silent() as address:
         front.hear("a", address=address)
         front.hear("b")

@@ -28,7 +28,7 @@ from kakeya.core.errors import (
     Refused,
     Unsupported,
 )
-from kakeya.dispatch.peers import relay_service
+from kakeya.dispatch.peers import relay_calls, relay_service
 from kakeya.generation.image import DrawnImage, ImageRequest, PipelineKind
 from kakeya.generation.waiting import RequestWait, WaitReason, WaitTeller
 from kakeya.text.tools.answer import Part, Said
@@ -48,6 +48,12 @@ TYPED = [
     and issubclass(kind, KakeyaError)
     and kind not in (KakeyaError, errors.InvariantBroken, errors.Cancelled)
 ]
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is late on a busy machine."""
+    monkeypatch.setattr(relay_calls, "_CHECK_S", 60.0)
 
 
 async def begin(parts: AsyncGenerator[Part | Finished, None]) -> Part | Finished:

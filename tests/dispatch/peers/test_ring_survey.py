@@ -45,6 +45,13 @@ class Fleet:
         self.front, self.survey, self.left = front, survey, left
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is late on a busy machine."""
+    monkeypatch.setattr(ring_survey, "SURVEY_S", 60.0)
+    monkeypatch.setattr(ring_survey, "_MEASURE_S", 60.0)
+
+
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     front = Front(tmp_path / "front")

@@ -10,6 +10,7 @@ from kakeya.backends.relay.relays import Relays
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import NotFound, PeerUnavailable, Refused, Unsupported
 from kakeya.core.ids import ModelId
+from kakeya.dispatch.peers import relay_calls
 from kakeya.dispatch.routed.relays import MOST_TOLD, RoutedRelays, offered
 from kakeya.fleet.cards.cards import CardRole, OfferedModel
 from kakeya.generation.facts import ModelState
@@ -19,6 +20,12 @@ from tests.dispatch.peers.test_neighbours import Front
 from tests.dispatch.peers.world import QuotedToy, ToyModels
 from tests.fleet.nodes import verifier
 from tests.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is late on a busy machine."""
+    monkeypatch.setattr(relay_calls, "_CHECK_S", 60.0)
 
 
 def tool(name: str, kind: str = "text/commands") -> OfferedModel:

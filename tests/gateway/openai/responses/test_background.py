@@ -57,7 +57,8 @@ async def test_the_profile_of_a_client_names_the_model(folder: Path) -> None:
 
 
 async def test_a_response_is_polled_until_it_is_complete(folder: Path) -> None:
-    model = ToyModel(folder, script="hello world", pace=SLOW)
+    gate = asyncio.Event()
+    model = ToyModel(folder, script="hello world", gate=gate)
     async with kept(model) as served:
         first = await served.openai.responses.create(**ASKED, metadata={"a": "b"})
         assert (first.status, first.background, first.output) == ("queued", True, [])
@@ -66,6 +67,7 @@ async def test_a_response_is_polled_until_it_is_complete(folder: Path) -> None:
         await model.started.wait()
         seen = await served.openai.responses.retrieve(first.id)
         assert (seen.status, seen.metadata) == ("in_progress", {"a": "b"})
+        gate.set()
         last = await ended(served, first)
         assert (last.status, last.output_text, last.id) == ("completed", "hello world", first.id)
         assert (last.background, last.store, last.created_at) == (True, True, first.created_at)
