@@ -115,6 +115,9 @@ class Client:
             except (OSError, ValueError) as lost:
                 self.end()
                 raise ChildProcessError("the fork server has ended") from lost
+            except BaseException:  # the answer may come yet, and would be read as that of the next
+                self.end()
+                raise
             finally:
                 prctl(ADOPTS, 0)
 

@@ -143,7 +143,7 @@ def test_what_never_fits_is_refused_and_what_may_fit_later_says_so(tmp_path: Pat
 
 def test_killed_guard_and_killed_command_leave_what_still_lives_accounted(tmp_path: Path) -> None:
     """First what guards the lease is killed, then the command itself; its child lives on."""
-    script = "sleep 60 & echo $!; exec cat"
+    script = "sleep 600 & echo $!; exec cat"
     with leased(tmp_path, "--mb", "10", "--name", "train", "--", "sh", "-c", script) as child:
         sleeper = int(up(child))
         kill_guard(tmp_path)

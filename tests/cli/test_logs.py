@@ -16,6 +16,7 @@ from kakeya.cli.node_api import NodeApi
 from kakeya.cli.service.files import log_file
 from kakeya.core.errors import NotFound
 from kakeya.node.datadir import DataDir, RunInfo
+from tests.waiting import wait_until
 
 
 def test_the_last_lines_come_from_two_files_where_the_newest_is_short(tmp_path: Path) -> None:
@@ -33,26 +34,22 @@ def test_lines_are_followed_into_the_next_file(tmp_path: Path) -> None:
     log = tmp_path / "node.log"
     log.write_text("one\ntwo\n")
     seen: list[str] = []
-    grew = threading.Event()
 
     def read() -> None:
         with closing(follow(log, 1)) as lines:
             for line in lines:
                 seen.append(line)
-                grew.set()
                 if line == "six":
                     return
 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
-    assert grew.wait(60)
+    wait_until("two is read", lambda: seen)
     with log.open("a") as file:
         file.write("three\nfo")
         file.flush()
         file.write("ur\n")
-    while seen[-1] != "four":
-        grew.clear()
-        assert grew.wait(60)
+    wait_until("four is read", lambda: seen[-1] == "four")
     log.rename(tmp_path / "node.log.1")
     log.write_text("five\nsix\n")
     reading.join(60)

@@ -23,6 +23,7 @@ from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1 import distributed_pb2_grpc as rpc
 from kakeya.wire.security import CertRole
 from kakeya.wire.server.listeners import Listeners
+from tests.decoding.remote.test_stream import PATIENCE_S, connected
 from tests.decoding.servers import LoopThread
 from tests.decoding.toys import VOCAB, HashModel
 from tests.wire.certificates import Fleet, write
@@ -111,6 +112,16 @@ def secured(fleet: Fleet) -> Iterator[tuple[str, str]]:
         host.close()
 
 
+@contextmanager
+def proposing(card: Card | None, model_id: str) -> Iterator[RemoteProposer]:
+    """A proposer of a plain node, connected."""
+    with (
+        node(card) as address,
+        RemoteProposer(address, model_id, timeout_s=PATIENCE_S) as proposer,
+    ):
+        yield connected(proposer)
+
+
 def decode(proposer: RemoteProposer, verifier: HashModel, **terms: object) -> list[int]:
     decoder = SpeculativeDecoder(verifier, proposer, context_tokens=99, **terms)  # type: ignore[arg-type]
     return list(decoder.generate(PROMPT, 20))
@@ -119,9 +130,8 @@ def decode(proposer: RemoteProposer, verifier: HashModel, **terms: object) -> li
 @pytest.mark.parametrize("on_error", ["plain", "raise"])
 def test_a_proposer_with_another_vocabulary_is_refused_before_the_first_token(on_error) -> None:
     with (
-        node(Card({"ngram": "", "tiny": "french"})) as address,
-        RemoteProposer(address, "tiny") as proposer,
-        pytest.raises(VocabularyMismatch, match=f"tiny@{address} has another vocabulary"),
+        proposing(Card({"ngram": "", "tiny": "french"}), "tiny") as proposer,
+        pytest.raises(VocabularyMismatch, match=f"{proposer.name} has another vocabulary"),
     ):
         decode(proposer, Worded(), on_proposer_error=on_error)
     assert proposer.stats.calls == 0
@@ -138,7 +148,7 @@ def test_a_proposer_with_another_vocabulary_is_refused_before_the_first_token(on
 )
 def test_one_with_the_same_or_an_unknown_vocabulary_drafts(model_id, digests) -> None:
     card = Card(digests)
-    with node(card) as address, RemoteProposer(address, model_id) as proposer:
+    with proposing(card, model_id) as proposer:
         decoder = SpeculativeDecoder(Worded(), proposer, context_tokens=99)
         for _ in range(2):
             assert list(decoder.generate(PROMPT, 20)) == HashModel().plain(PROMPT, 20)
@@ -148,10 +158,10 @@ def test_one_with_the_same_or_an_unknown_vocabulary_drafts(model_id, digests) ->
 
 
 def test_a_node_without_cards_and_a_verifier_without_a_name_are_no_mismatch() -> None:
-    with node(None) as address, RemoteProposer(address, "tiny") as proposer:
+    with proposing(None, "tiny") as proposer:
         assert decode(proposer, Worded()) == HashModel().plain(PROMPT, 20)
     card = Card({"tiny": "french"})
-    with node(card) as address, RemoteProposer(address, "tiny") as proposer:
+    with proposing(card, "tiny") as proposer:
         assert decode(proposer, HashModel()) == HashModel().plain(PROMPT, 20)
     assert card.asked == 0
 
@@ -168,7 +178,7 @@ def placed(address: str, node_id: str, identity: Path | None) -> DistributedSpec
         verifier=HashModel(),
         context_tokens=99,
         vocab_size=VOCAB,
-        timeout_s=30,
+        timeout_s=PATIENCE_S,
         identity=identity,
     )
 
@@ -183,7 +193,9 @@ def test_a_member_connects_with_the_keys_in_its_data_directory(tmp_path: Path) -
             assert list(decoder.generate(PROMPT, 20)) == HashModel().plain(PROMPT, 20)
             decoder.close()
             assert decoder.stats.failures == 0
-        with RemoteProposer(address, "ngram", identity=tmp_path) as any_member:
+        with RemoteProposer(
+            address, "ngram", identity=tmp_path, timeout_s=PATIENCE_S
+        ) as any_member:
             assert any_member.propose(PROMPT, 2).tokens
 
 

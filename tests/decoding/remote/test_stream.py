@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -46,17 +46,21 @@ def ngrams(**limits: float) -> tuple[ProposerService, DraftStreamService]:
     return proposers, DraftStreamService(proposers, limits=StreamLimits(**limits))
 
 
+def connected(proposer: RemoteProposer) -> RemoteProposer:
+    """The proposer, once it has its connection: calls fail where that takes more than 2 s."""
+    unknown: Any = proposer._channel.unary_unary("/no/method")
+    with suppress(grpc.RpcError):
+        unknown(b"", PATIENCE_S, wait_for_ready=True)
+    return proposer
+
+
 @contextmanager
 def proposing(
     address: str, *, timeout_s: float = PATIENCE_S, **more: Any
 ) -> Iterator[RemoteProposer]:
-    """A proposer whose channel is ready."""
-    proposer = RemoteProposer(
-        address, "ngram", timeout_s=timeout_s, rng=random.Random(1), **more
-    )
+    proposer = RemoteProposer(address, "ngram", timeout_s=timeout_s, rng=random.Random(1), **more)
     try:
-        grpc.channel_ready_future(proposer._channel).result(PATIENCE_S)
-        yield proposer
+        yield connected(proposer)
     finally:
         proposer.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +47,14 @@ class Served:
         return EngineServiceStub(self.channel)
 
     def serves(self) -> Served:
-        grpc.channel_ready_future(self.channel).result(START_S)
-        return self
+        ready = grpc.channel_ready_future(self.channel)
+        deadline = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(grpc.FutureTimeoutError):
+                ready.result(1.0)
+                return self
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}"
+            assert time.monotonic() < deadline, f"not within {START_S:g} s: it serves"
 
     def decode(self, prompt: Sequence[int], tokens: int, **more: object) -> list[int]:
         """Greedy tokens, unless told otherwise."""
@@ -78,20 +87,34 @@ def is_running(pid: int) -> bool:
     """Whether a process computes, or could; one that ended and is not waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
 
 
+@functools.cache
+def _first_ports() -> Iterator[int]:
+    """Each fourth port of this worker, again and again."""
+    begin, end, each = 20_000, 32_000, 100
+    chosen = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if chosen.exists() and (lowest := int(chosen.read_text().split()[0])) >= begin + each:
+        end = lowest
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    block = (os.getppid() + worker) % ((end - begin) // each)  # two runs have two parents
+    return itertools.cycle(range(begin + block * each, begin + (block + 1) * each, 4))
+
+
 def free_ports(count: int) -> int:
-    """The first of so many free ports that follow each other."""
+    """The first of at most four free ports that follow each other.
+
+    Ranks bind them seconds later, so they lie below those that the system chooses for others.
+    """
     while True:
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = int(first.getsockname()[1])
-            for more in range(1, count):
-                held.enter_context(socket.create_server(("127.0.0.1", port + more)))
-            return port
+            first = next(_first_ports())
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def launch(ranks: int) -> tuple[str, ...]:

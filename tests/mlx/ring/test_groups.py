@@ -31,10 +31,11 @@ SMOL = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     return write_model(
         tmp_path_factory.mktemp("llama") / "model",
         "llama",
-        changes={"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4},
+        changes={**heads, "num_hidden_layers": 4, "max_position_embeddings": 16384},
     )
 
 
@@ -116,7 +117,7 @@ def test_other_splits_say_what_one_process_says(
 
 
 def test_a_killed_rank_ends_the_group_behind_all_other_tests_of_it(two: Served) -> None:
-    stream = two.stream(PROMPTS[1], 300)
+    stream = two.stream(PROMPTS[1], 16000)
     next(stream)
     os.kill(two.pids()[1], signal.SIGKILL)
     loses(two, stream)
