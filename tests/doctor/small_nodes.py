@@ -105,7 +105,7 @@ class SmallNode:
         clock = self.clock
         self.registry.merge([other.registry.own.wire], now=clock.wall(), mono=clock.mono())
 
-    def examiner(self, limit_s: float = 9.0, machine: Machine | None = None) -> Examiner:
+    def examiner(self, limit_s: float = 60.0, machine: Machine | None = None) -> Examiner:
         view = FleetView(
             identity=lambda: self.identity,
             is_revoked=self.revoked.__contains__,
@@ -136,7 +136,7 @@ async def small_node(
     ahead_s: float = 0.0,
     has_doctor: bool = True,
     may_dial: Callable[[str], str] = lambda address: "",
-    dial_s: float = 1.0,
+    dial_s: float = 30.0,
 ) -> AsyncIterator[SmallNode]:
     """Run a node on loopback, encrypted when it has an identity."""
     clock = SkewedClock(ahead_s)

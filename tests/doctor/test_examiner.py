@@ -122,7 +122,10 @@ async def test_a_lonely_node_is_told_that_the_rest_needs_another(
 
 
 async def test_a_peer_that_is_gone_is_a_fault_and_told_by_its_cause(tmp_path: Path) -> None:
-    async with small_node(tmp_path, "one") as one, small_node(tmp_path, "two") as two:
+    async with (
+        small_node(tmp_path, "one", dial_s=1.0) as one,
+        small_node(tmp_path, "two") as two,
+    ):
         with closed_port() as closed, silent_port() as silent, full_port() as full:
             for address, words in (
                 (closed, "refuses port"),
@@ -278,12 +281,8 @@ async def test_an_examination_ends_by_its_limit_whatever_hangs(
         await asyncio.sleep(60)
         return None
 
-    async with (
-        small_node(tmp_path, "one") as one,
-        small_node(tmp_path, "two", dial_s=30.0) as two,
-    ):
+    async with small_node(tmp_path, "one") as one, small_node(tmp_path, "two") as two:
         meet(one, two)
-        one.dialler = two.dialler
         with silent_port() as silent:
             two.address = silent
             two.offer()

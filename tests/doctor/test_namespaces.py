@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,30 @@ def bad(lines: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines.values() if line["level"] != "ok" and line["what"] != "mlx"]
 
 
+def faults(lines: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines.values() if line["level"] == "fault"]
+
+
+def cured(
+    machine: Machine,
+    data: Path,
+    ills: Callable[[dict[str, dict[str, Any]]], list[dict[str, Any]]] = faults,
+    limit_s: float = 30.0,
+) -> dict[str, dict[str, Any]]:
+    """The lines once none of these ills is left."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        lines = examine(machine, data)
+        if not ills(lines) or time.monotonic() > deadline:
+            assert not ills(lines)
+            return lines
+
+
 def test_two_minis_are_well_then_a_firewall_then_a_cable(
     minis: tuple[Machine, Machine], folder: Path
 ) -> None:
     one, two = minis
-    well = examine(one, folder / "one")
-    assert not bad(well)
+    well = cured(one, folder / "one", bad)
     cable = two.cables["thunderbolt0"]
     for address in (two.ip, cable):
         assert f"reach {address}:50051" in str(well)
@@ -99,17 +117,6 @@ def test_two_minis_are_well_then_a_firewall_then_a_cable(
     assert lines["path"]["level"] == "warning"
     assert "Thunderbolt Bridge" in lines["path"]["command"]
     one.plug("thunderbolt0")
-
-
-def cured(machine: Machine, data: Path, limit_s: float = 30.0) -> dict[str, dict[str, Any]]:
-    """The lines once no fault is left."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        lines = examine(machine, data)
-        faults = {what: line for what, line in lines.items() if line["level"] == "fault"}
-        if not faults or time.monotonic() > deadline:
-            assert not faults
-            return lines
 
 
 def test_the_own_cable_is_looked_at_first_and_the_cure_is_to_plug_it_in(

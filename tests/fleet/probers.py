@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -21,6 +21,8 @@ from kakeya.wire.channels import Channels, Keepalive
 from tests.fleet.nodes import Node, make_registry, make_wire
 
 QUICK = ProbeConfig(timeout_s=0.5, interval_s=1.0, revisit_s=0.5)
+PATIENT = replace(QUICK, timeout_s=30.0)
+"""For nodes that answer or refuse: on a busy machine an answer is late."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ from tests.fleet.outages import (
     suspecting,
     without,
 )
-from tests.fleet.probers import QUICK, probing_node
+from tests.fleet.probers import PATIENT, QUICK, probing_node
 from tests.fleet.proxy import running_proxy
 from tests.waiting import LIMIT_S, until
 
@@ -291,7 +291,7 @@ async def test_a_node_that_only_some_can_dial_is_dead_for_nobody(rounds: int) ->
 
     async with contextlib.AsyncExitStack() as stack:
         a, b, c, d = [
-            await stack.enter_async_context(probing_node(name, route=route))
+            await stack.enter_async_context(probing_node(name, route=route, config=PATIENT))
             for name, route in (("a", _direct), ("b", blocked), ("c", blocked), ("d", _direct))
         ]
         nodes = [a, b, c, d]

@@ -1,8 +1,8 @@
 """A node's listeners, registry and gossip services in a process of its own, which can be weighed.
 
-Run with a data directory that holds an identity; says its plain and its encrypted address on one
-line. For each line on standard input it answers one line of JSON: what it holds, and what that
-costs. The line `mark` forgets the worst stall so far.
+Run with a data directory that holds an identity, and the idle time of a connection; says its plain
+and its encrypted address on one line. For each line on standard input it answers one line of JSON:
+what it holds, and what that costs. The line `mark` forgets the worst stall so far.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def weigh(registry: CapabilityRegistry, service: CapabilityService, meter: LoopM
     )
 
 
-async def main(folder: Path) -> None:
+async def main(folder: Path, idle_s: float) -> None:
     spare_what_is_there()  # as a node does
     clock = SystemClock()
     registry = make_registry("me", now=clock.wall(), mono=clock.mono(), address="127.0.0.1:1")
@@ -82,7 +82,7 @@ async def main(folder: Path) -> None:
         clock=clock,
         material=trust.material,
         trust=trust,
-        network=NetworkLimits(handshake_s=3.0, idle_s=3.0),
+        network=NetworkLimits(handshake_s=3.0, idle_s=idle_s),
         # Tests time an honest caller by asking much faster than a node does.
         callers=CallerLimits(gossip_per_s=1000.0, gossip_burst=1000.0),
     )
@@ -101,4 +101,4 @@ async def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), float(sys.argv[2])))

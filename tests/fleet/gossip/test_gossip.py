@@ -23,7 +23,7 @@ from kakeya.fleet.view.slices import finish
 from kakeya.wire.channels import Channels
 from tests.fakes import FakeClock
 from tests.fleet.nodes import NOW, make_registry, make_wire, running_node, verifier
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 # --- whom
 
@@ -296,13 +296,20 @@ def test_a_batch_has_no_more_cards_than_its_reader_takes() -> None:
     assert split_cards(join_cards(batch)) == batch
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that is late is not taken for a silent one."""
+    monkeypatch.setattr("kakeya.fleet.gossip.round.PATIENCE_S", LIMIT_S)
+
+
+@pytest.mark.usefixtures("patience")
 async def test_another_peer_is_asked_for_each_that_does_not_answer() -> None:
     async with running_node("a") as a, running_node("b") as b, running_node("c") as c:
         dead = "127.0.0.1:1"
         wires = [node.registry.own.wire for node in (b, c)]
         gone = make_wire("gone", at=time.time(), address=dead)
         a.registry.merge([*wires, gone], now=time.time(), mono=time.monotonic())
-        gossip = a.gossip(fanout=1)
+        gossip = a.gossip(fanout=1, timeout_s=LIMIT_S)
         asked_others = 0
         for _ in range(12):
             done = await gossip.round()
@@ -312,11 +319,12 @@ async def test_another_peer_is_asked_for_each_that_does_not_answer() -> None:
         assert asked_others
 
 
+@pytest.mark.usefixtures("patience")
 async def test_seeds_that_are_down_cost_no_further_exchange() -> None:
     async with running_node("a") as a, running_node("b") as b, running_node("c") as c:
         wires = [node.registry.own.wire for node in (b, c)]
         a.registry.merge(wires, now=time.time(), mono=time.monotonic())
-        done = await a.gossip("127.0.0.1:1", fanout=1).round()
+        done = await a.gossip("127.0.0.1:1", fanout=1, timeout_s=LIMIT_S).round()
         assert len(done.outcomes) == 2
 
 

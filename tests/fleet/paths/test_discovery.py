@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import errno
 import random
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +34,14 @@ from kakeya.fleet.paths.discovery import (
     multicast_errno,
 )
 from tests import netns
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 REPO = Path(__file__).parents[3]
 WITHIN_S = 2.0
 HOME = AddressPolicy(is_on_loopback=True)
+MARK = base64.b32encode(secrets.token_bytes(5)).decode().lower()
+FLEET = f"fleet-{MARK}"
+"""Of this process: another run of these tests on this machine is heard too."""
 
 
 class Watcher:
@@ -59,11 +65,17 @@ class Watcher:
         return self.process.stdout.readline().strip()
 
     def wait_for(self, *addresses: str) -> float:
-        while line := self._line():
-            at, *seen = line.split()
-            if seen == sorted(addresses):
-                return float(at)
-        raise AssertionError("it ended")
+        assert self.process is not None
+        limit = threading.Timer(LIMIT_S, self.process.kill)
+        limit.start()
+        try:
+            while line := self._line():
+                at, *seen = line.split()
+                if seen == sorted(addresses):
+                    return float(at)
+        finally:
+            limit.cancel()
+        raise AssertionError(f"it ended, or did not see {addresses} alone")
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -112,12 +124,11 @@ def lan(request: pytest.FixtureRequest):
 
 
 def test_nodes_appear_and_disappear_within_two_seconds_and_fleets_do_not_mix(lan: Lan) -> None:
-    first = lan.watch(0, "first", "aaaa", 1001)
+    first = lan.watch(0, "first", FLEET, 1001)
     stranger = lan.watch(2, "stranger", "bbbb", 1003)
-    started = time.monotonic()
-    second = lan.watch(1, "second", "aaaa", 1002)
+    second = lan.watch(1, "second", FLEET, 1002)
+    started = time.monotonic()  # the start of the second process is no part of it
     one, two = f"{lan.hosts[0]}:1001", f"{lan.hosts[1]}:1002"
-    # The start of the second process is no part of it.
     assert first.wait_for(two) - started < WITHIN_S + 1.0
     second.wait_for(one)
     leaving = time.monotonic()
@@ -147,7 +158,7 @@ def test_a_node_on_two_links_is_seen_by_its_cable_first() -> None:
 @contextlib.asynccontextmanager
 async def discovering(**options: object) -> AsyncIterator[Discovery]:
     settings: dict[str, object] = {
-        "fleet": "aaaa",
+        "fleet": FLEET,
         "port": 1001,
         "hosts": ["127.0.0.1"],
         "policy": HOME,
@@ -155,7 +166,7 @@ async def discovering(**options: object) -> AsyncIterator[Discovery]:
         "rng": random.Random(1),
         **options,
     }
-    discovery = Discovery("me", **settings)  # type: ignore[arg-type]
+    discovery = Discovery(f"me-{MARK}", **settings)  # type: ignore[arg-type]
     async with Supervisor(SystemClock()) as tasks:
         discovery.start(tasks)
         yield discovery
@@ -181,7 +192,7 @@ async def responder() -> AsyncIterator[AsyncZeroconf]:
 def instance(
     name: str,
     *,
-    fleet: str = "aaaa",
+    fleet: str = FLEET,
     port: int = 2000,
     addresses: Sequence[str] = ("127.0.0.1",),
     **txt: str | bytes,
@@ -208,14 +219,14 @@ async def test_only_what_the_policy_would_dial_is_a_sighting() -> None:
     async with discovering() as discovery, responder() as hostile:
         await announce(
             hostile,
-            instance("aaaaaaaa-0001", addresses=("224.0.0.251", "0.0.0.0", "8.8.8.8")),
-            instance("aaaaaaaa-0002", fleet="bbbb"),
-            instance("aaaaaaaa-0003", port=0),
+            instance(f"{MARK}-0001", addresses=("224.0.0.251", "0.0.0.0", "8.8.8.8")),
+            instance(f"{MARK}-0002", fleet="bbbb"),
+            instance(f"{MARK}-0003", port=0),
             instance("Evil name", port=2003),
-            instance("aaaaaaaa-0004", junk=b"\xff" * 200, port=2004),
-            instance("aaaaaaaa-0005", fleet="a" * 200, port=2005),
-            instance("aaaaaaaa-0006", port=1001),
-            instance("aaaaaaaa-0007", port=2007, addresses=[f"127.0.0.{n}" for n in range(10, 40)]),
+            instance(f"{MARK}-0004", junk=b"\xff" * 200, port=2004),
+            instance(f"{MARK}-0005", fleet="a" * 200, port=2005),
+            instance(f"{MARK}-0006", port=1001),
+            instance(f"{MARK}-0007", port=2007, addresses=[f"127.0.0.{n}" for n in range(10, 40)]),
         )
         await until(lambda: len(discovery.sightings()) == 2 + MAX_ADDRESSES)
         assert {int(a.rpartition(":")[2]) for a in discovery.sightings()} == {1001, 2004, 2007}
@@ -226,8 +237,8 @@ async def test_only_what_the_policy_would_dial_is_a_sighting() -> None:
 async def test_the_own_address_is_no_sighting() -> None:
     policy = AddressPolicy(own=frozenset({"127.0.0.1:1001"}), is_on_loopback=True)
     async with discovering(policy=policy) as discovery, responder() as other:
-        await announce(other, instance("aaaaaaaa-0001", port=1001))
-        await announce(other, instance("aaaaaaaa-0002", port=1002))
+        await announce(other, instance(f"{MARK}-0001", port=1001))
+        await announce(other, instance(f"{MARK}-0002", port=1002))
         await until(lambda: bool(discovery.sightings()))
         assert discovery.sightings() == {"127.0.0.1:1002"}
 
@@ -235,7 +246,7 @@ async def test_the_own_address_is_no_sighting() -> None:
 async def test_a_flood_of_names_is_bounded() -> None:
     """Said to the handler directly: a real flood of thousands takes longer than the suite has."""
     async with discovering() as discovery, responder() as honest:
-        await announce(honest, instance("zzzzzzzz-0001", port=2001))
+        await announce(honest, instance(f"{MARK}-0001", port=2001))
         await until(lambda: discovery.sightings() == {"127.0.0.1:2001"})
         for number in range(5000):
             discovery._keep(f"aaaaaaaa-{number:04x}.{SERVICE}", (f"10.0.0.1:{number + 1}",))
@@ -264,7 +275,7 @@ async def test_garbage_on_the_port_disturbs_nothing() -> None:
                     b"\0\0\x84\0\0\0\xff\xff" + rng.randbytes(size), ("224.0.0.251", 5353)
                 )
         async with responder() as other:
-            await announce(other, instance("aaaaaaaa-0002", port=2002))
+            await announce(other, instance(f"{MARK}-0002", port=2002))
             await until(lambda: discovery.sightings() == {"127.0.0.1:2002"})
 
 

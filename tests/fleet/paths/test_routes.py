@@ -6,16 +6,18 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import grpc.aio
 import pytest
 
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
-from kakeya.fleet.cards.cards import Endpoint
+from kakeya.fleet.cards.cards import Card, Endpoint
+from kakeya.fleet.gossip.describe import ask_card
 from kakeya.fleet.paths.endpoints import REPROBE_S, WATCH_S, RouteChange
 from kakeya.fleet.paths.routes import Routes
 from tests.fleet.nodes import Node, make_wire, running_node
-from tests.fleet.proxy import running_proxy
-from tests.waiting import until
+from tests.fleet.proxy import Proxy, running_proxy
+from tests.waiting import LIMIT_S, until
 
 
 class SteppingClock(SystemClock):
@@ -31,8 +33,14 @@ class SteppingClock(SystemClock):
 class Rig:
     """A node whose Routes are ticked by hand, and what it was told."""
 
-    def __init__(self, node: Node, clock: SteppingClock, refused: Sequence[str] = ()) -> None:
-        self.node, self.clock = node, clock
+    def __init__(
+        self,
+        node: Node,
+        clock: SteppingClock,
+        refused: Sequence[str] = (),
+        cable: Proxy | None = None,
+    ) -> None:
+        self.node, self.clock, self.cable = node, clock, cable
         self.changes: list[RouteChange] = []
         self.asked: list[str] = []
         self.routes = Routes(
@@ -55,18 +63,26 @@ class Rig:
         self.routes.tick()
         await until(lambda: not self.routes._under_way)
 
+    async def ask(self, channel: grpc.aio.Channel, address: str, *, timeout_s: float) -> Card:
+        """Probe with the limit of a probe where the cable is cut; an answer may be late."""
+        is_cut = self.cable and self.cable.is_blackhole and address == self.cable.address
+        return await ask_card(channel, address, timeout_s=timeout_s if is_cut else LIMIT_S)
+
     @property
     def address(self) -> str:
         return self.routes.address_for(self.node.card_of("peer"))
 
 
 @asynccontextmanager
-async def rig(*refused: str) -> AsyncIterator[Rig]:
+async def rig(*refused: str, cable: Proxy | None = None) -> AsyncIterator[Rig]:
     clock = SteppingClock()
-    async with running_node("me", clock=clock) as node:
-        made = Rig(node, clock, refused)
-        yield made
-        await made.routes.aclose()
+    with pytest.MonkeyPatch.context() as patch:
+        async with running_node("me", clock=clock) as node:
+            made = Rig(node, clock, refused, cable)
+            patch.setattr("kakeya.fleet.paths.routes.ask_card", made.ask)
+            patch.setattr("kakeya.fleet.paths.routes._LAG_S", LIMIT_S)
+            yield made
+            await made.routes.aclose()
 
 
 async def test_the_cable_is_used_lost_told_once_and_taken_back(
@@ -77,7 +93,7 @@ async def test_the_cable_is_used_lost_told_once_and_taken_back(
         running_node("peer") as peer,
         running_proxy(peer.address) as cable,
         running_proxy(peer.address) as lan,
-        rig() as here,
+        rig(cable=cable) as here,
     ):
         here.learn(Endpoint(lan.address, "lan", 20), Endpoint(cable.address, "thunderbolt", 10))
         await here.step()
@@ -135,7 +151,7 @@ async def test_a_broken_call_makes_it_look_at_once() -> None:
         running_node("peer") as peer,
         running_proxy(peer.address) as cable,
         running_proxy(peer.address) as lan,
-        rig() as here,
+        rig(cable=cable) as here,
     ):
         here.learn(Endpoint(cable.address, "thunderbolt", 10), Endpoint(lan.address, "lan", 20))
         await here.step()

@@ -84,6 +84,7 @@ async def test_watchers_hear_each_change_and_the_end() -> None:
         assert await checked(stub, RUNTIME) == NOT_SERVING
 
 
+@pytest.mark.alone
 async def test_what_piled_up_on_a_stuck_loop_is_answered_with_not_serving(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
