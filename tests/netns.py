@@ -101,6 +101,10 @@ def needs_all_loopback() -> pytest.MarkDecorator:
     return pytest.mark.skipif(not _has_all_loopback(), reason=why)
 
 
+Link = tuple[str, str]
+"""The namespace and the name of an interface."""
+
+
 @dataclass
 class Spawned:
     """A command that runs inside a machine; `first_line` is what it printed first."""
@@ -149,6 +153,8 @@ class Machine:
     port: str
     cables: dict[str, str] = field(default_factory=dict)
     """Own address by the name of the interface."""
+    far_ends: dict[str, Link] = field(default_factory=dict)
+    """The other end of each of these."""
     spawned: list[Spawned] = field(default_factory=list)
 
     def command(self, *arguments: str) -> list[str]:
@@ -213,6 +219,7 @@ class Machine:
     def heal(self) -> None:
         """Put it on the switch again."""
         _ip("-n", self.switch, "link", "set", self.port, "up")
+        _wait_for_carriers([(self.switch, self.port), (self.name, LAN)])
         with contextlib.suppress(OSError):
             _check("tc", "-n", self.switch, "qdisc", "del", "dev", self.port, "clsact")
 
@@ -221,8 +228,9 @@ class Machine:
         _ip("-n", self.name, "link", "set", cable, "down")
 
     def plug(self, cable: str) -> None:
-        """Take it up again; its IPv4 address has stayed."""
+        """Take it up again; its IPv4 address has stayed. Its other end has to be up."""
         _ip("-n", self.name, "link", "set", cable, "up")
+        _wait_for_carriers([(self.name, cable), self.far_ends[cable]])
 
     def drop_out(self, interface: str = LAN) -> None:
         """Lose every packet that it sends."""
@@ -297,7 +305,7 @@ def network(
             for number, (left, right) in enumerate(itertools.pairwise(machines), 1):
                 _add_cable(left, right, number)
         if has_carriers:
-            _wait_for_carriers(machines)
+            _wait_for_carriers([(one.name, way) for one in machines for way in (LAN, *one.cables)])
         yield tuple(machines)
     finally:
         for machine in machines:
@@ -320,19 +328,21 @@ def _add_machine(run: str, switch: str, number: int) -> Machine:
     return machine
 
 
-def _wait_for_carriers(machines: Sequence[Machine]) -> None:
+def _wait_for_carriers(links: Sequence[Link]) -> None:
     """Linux tells of a new link's carrier when it has time: where busy, seconds later."""
     deadline_mono = time.monotonic() + 30.0
-    for machine in machines:
-        while any(link["operstate"] != "UP" for link in _links(machine)):
+    for namespace, name in links:
+        while (link := _shown(namespace, name))["operstate"] != "UP":
             if time.monotonic() > deadline_mono:
-                raise OSError(f"no carrier at a link of {machine.name} for 30 s: {_links(machine)}")
+                raise OSError(f"no carrier at {name} of {namespace} for 30 s: {link}")
             time.sleep(0.1)
 
 
-def _links(machine: Machine) -> list[dict[str, Any]]:
-    found = json.loads(_check("ip", "-json", "-n", machine.name, "link", "show"))
-    return [link for link in found if link["ifname"] != "lo"]
+def _shown(namespace: str, name: str) -> dict[str, Any]:
+    found: list[dict[str, Any]] = json.loads(
+        _check("ip", "-json", "-n", namespace, "link", "show", "dev", name)
+    )
+    return found[0]
 
 
 def _add_cable(left: Machine, right: Machine, number: int) -> None:
@@ -342,6 +352,7 @@ def _add_cable(left: Machine, right: Machine, number: int) -> None:
     here, there = list(left.cables)[-1], list(right.cables)[-1]
     _ip("-n", left.name, "link", "add", "name", here, "type", "veth", "peer", "name", "far0")
     _ip("-n", left.name, "link", "set", "far0", "netns", right.name, "name", there)
+    left.far_ends[here], right.far_ends[there] = (right.name, there), (left.name, here)
     for machine, name in ((left, here), (right, there)):
         _ip("-n", machine.name, "addr", "add", f"{machine.cables[name]}/24", "dev", name)
         _ip("-n", machine.name, "link", "set", name, "up")

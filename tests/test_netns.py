@@ -41,7 +41,7 @@ def test_machines_talk_until_one_is_cut_and_again_after_it_is_healed(tmp_path: P
             assert not dials(two, one.ip)
             assert dials(one, three.ip)
             two.heal()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while not dials(one, two.ip):
                 assert time.monotonic() < deadline
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from kakeya.v1 import distributed_pb2, fleet_pb2, runtime_pb2
 
-DEADLINE_S = 3.0
+DEADLINE_S = 60.0
 
 
 def methods() -> Iterator[tuple[str, bool]]:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -14,9 +15,12 @@ import pytest
 import pytest_asyncio
 
 from kakeya.backends.engine.kv_lender import KvLender
+from kakeya.backends.engine.process import Command
+from kakeya.backends.engines import engine_command
 from kakeya.core.units import KV_BLOCK_TOKENS
 from kakeya.generation.frames import Tokens
 from kakeya.generation.request import DecodeRequest, GenerationPriority
+from kakeya.generation.spec import ModelSpec
 from tests.fakes import set_by
 from tests.prefix.world import Answer, Node, ask, node, take, text
 
@@ -26,9 +30,15 @@ TOKENS, BATCH_TOKENS = 40, 400
 """The batch has to be at work still when the urgent one comes, on a busy machine too."""
 
 
+def command(spec: ModelSpec, resolved: str) -> Command:
+    """An engine that waits for pages: a busy agent may need more than its moment to lend them."""
+    real = engine_command("text")(spec, resolved)
+    return lambda socket: (sys.executable, "-m", "tests.node.child_parking", *real(socket)[3:])
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
-    async with node(tmp_path_factory.mktemp("node")) as made:
+    async with node(tmp_path_factory.mktemp("node"), command=command) as made:
         facts = await made.model.ready(60)
         backend = made.model.backend
         # Room for one of them.

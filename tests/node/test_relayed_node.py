@@ -119,7 +119,9 @@ async def test_each_dialect_is_answered_through_the_peer(world: World) -> None:
     assert pieces == ["salt", " water"]
     response = await world.openai.responses.create(model="up", input="hello")
     assert response.output_text == "HELLO"
-    async with httpx.AsyncClient(base_url=f"http://{world.front.http}", trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://{world.front.http}", trust_env=False, timeout=60
+    ) as http:
         body = {"model": "up", "messages": HELLO, "max_tokens": 9}
         message = await http.post("/v1/messages", json=body)
         assert message.json()["content"][0]["text"] == "HELLO"

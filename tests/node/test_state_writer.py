@@ -10,6 +10,7 @@ import pytest
 from kakeya.core.log import WARN_S
 from kakeya.node.state_writer import INTERVAL_S, RETRY_S, StateWriter
 from tests.fakes import FakeClock
+from tests.waiting import until
 
 
 class Disk:
@@ -40,6 +41,7 @@ class StoppedClock(FakeClock):
 
 async def running(rig: Rig, seconds: float) -> None:
     task = asyncio.ensure_future(rig.keeper.run())
+    await until(lambda: rig.clock.sleeps, "the thread of the first save is done")
     await rig.clock.sleep(seconds)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -48,7 +48,9 @@ async def title(node: NodeProcess) -> tuple[str, str, str]:
 
 
 async def put(node: NodeProcess, body: dict[str, object]) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=f"http://{node.http}", trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://{node.http}", trust_env=False, timeout=60
+    ) as client:
         return await client.put("/api/v1/config", json=body)
 
 

@@ -70,6 +70,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")  # else spans of a busy node are lost
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         yield receiver
         server.shutdown()

@@ -52,9 +52,11 @@ def precache_of(node: NodeProcess) -> dict[str, Any]:
 
 
 def keepers(nodes: list[NodeProcess]) -> list[str]:
-    (copy,) = precache_of(nodes[0])["copies"]
-    found: list[str] = copy["nodes"]
-    return found
+    copies: list[dict[str, list[str]]] = precache_of(nodes[0])["copies"]
+    if not copies:
+        return []
+    (copy,) = copies
+    return copy["nodes"]
 
 
 async def test_a_declared_prompt_is_warm_on_another_node_which_need_not_compute_it(

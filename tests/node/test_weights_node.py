@@ -21,7 +21,7 @@ from tests.waiting import eventually
 from tests.weights.world import content, make_model
 
 NAME = "org/smol"
-SLOW = {"KAKEYA_WEIGHTS_PULL_MB_PER_S": "12"}
+RATE = "KAKEYA_WEIGHTS_PULL_MB_PER_S"
 
 
 async def cli(*arguments: str) -> Any:
@@ -64,8 +64,7 @@ async def test_kills_of_both_sides_cost_a_pull_nothing_that_it_had(
     source, sink = tmp_path / "source", tmp_path / "sink"
     models = source / "data" / "models"
     await asyncio.to_thread(make_model, models, NAME, mib=48)
-    for name, value in SLOW.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(RATE, "6")
     drafts = ("--proposer", "ngram", *QUICK)
     async with NodeProcess(source, "--node-id", "source", *drafts) as first:
         peers = ("--node-id", "sink", "--peer", first.grpc, *drafts)
@@ -77,6 +76,7 @@ async def test_kills_of_both_sides_cost_a_pull_nothing_that_it_had(
             _, said = await pull.communicate()
             assert pull.returncode == 1
             assert b"does not answer" in said
+        monkeypatch.setenv(RATE, "12")
         async with NodeProcess(sink, *peers) as puller:
             await eventually("the nodes know each other", lambda: "source" in seen_by(puller))
             pull = await begin_pull(sink)
@@ -95,9 +95,15 @@ def served(node: NodeProcess) -> set[str]:
     return {one["id"] for one in node.api.get("/v1/models")["data"]}
 
 
-async def answer(node: NodeProcess, model: str, tokens: int = 3) -> list[Any]:
-    body = {"model": model, "prompt": "def ", "max_tokens": tokens, "stream": True}
+async def answer(node: NodeProcess, model: str, **more: Any) -> list[Any]:
+    body = {"model": model, "prompt": "def ", "max_tokens": 3, "stream": True} | more
     return [*await asyncio.to_thread(list, node.api.stream("/v1/completions", body))]
+
+
+def endless(folder: Path) -> dict[str, int]:
+    """A bias with which no answer of a model ends by itself."""
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    return {str(one): -100 for one in ends}
 
 
 async def test_a_pulled_model_is_served_until_it_is_removed(
@@ -128,7 +134,9 @@ async def test_a_pulled_model_is_served_until_it_is_removed(
         async with NodeProcess(sink, *peers) as again:
             assert (await asyncio.to_thread(model_state, again, "copy"))["state"] == "unloaded"
             removing = ("models", "rm", "copy", "--data-dir", data(sink))
-            stream = asyncio.create_task(answer(again, "copy", 800))
+            stream = asyncio.create_task(
+                answer(again, "copy", max_tokens=800, logit_bias=endless(copied))
+            )
             await eventually("it answers", lambda: model_state(again, "copy")["running"])
             engine = model_state(again, "copy")["pid"]
             os.kill(engine, signal.SIGSTOP)  # the answer is not over before the removal is refused
@@ -179,7 +187,7 @@ async def test_a_request_has_a_model_pulled_that_no_node_can_load(
     small = ("--node-id", "source", "--memory-budget", "16", *drafts)
     async with NodeProcess(source, *small) as first:
         peers = ("--node-id", "sink", "--peer", first.grpc, *drafts)
-        monkeypatch.setenv("KAKEYA_WEIGHTS_PULL_MB_PER_S", "2")
+        monkeypatch.setenv(RATE, "2")
         async with NodeProcess(sink, *peers) as node:
             await eventually("the model may be asked for", lambda: "copy" in served(node))
             body = {"model": "copy", "prompt": "def ", "max_tokens": 3, "stream": True}
