@@ -111,9 +111,14 @@ async def test_a_peer_that_hangs_is_passed_over(
 
 
 async def begun(puller: Mini, name: str, pieces: int) -> asyncio.Task[Any]:
-    """A pull of which so many pieces are here."""
+    """A pull of which so many pieces are here, and the bytes of a full one."""
+
+    def has_begun(one: Any) -> bool:
+        sizes = [one.partial.manifest.pieces[piece].size for piece in one.held if one.partial]
+        return len(sizes) >= pieces and sum(sizes) >= PIECE_BYTES
+
     task = asyncio.create_task(puller.pull(name))
-    await until(lambda: [one for one in puller.weights.fetching if len(one.held) >= pieces])
+    await until(lambda: any(map(has_begun, puller.weights.fetching)))
     return task
 
 

@@ -78,6 +78,8 @@ async def test_a_pull_without_a_source_tells_what_its_sources_said(
         task = await begun(puller, "org/smol", 1)
         for path in (origin.folder / "org/smol").glob("*.safetensors"):
             os.utime(path)
+        (fetch,) = puller.weights.fetching
+        await until(lambda: fetch._last_failure)
         monkeypatch.setattr(pull, "PATIENCE_S", 0.5)
         with pytest.raises(PeerUnavailable, match=r"; origin: .* was changed|; origin: no model"):
             await task

@@ -125,6 +125,7 @@ def test_rows_that_plain_decoding_brings_together_share_a_forward(
 ) -> None:
     load_all(rig)
     scheduler_load = []
+    rig.tools = replace(rig.tools, timer=lambda: 0.0)
     answers = [Answer() for _ in NAMES]
     ending = Ending(make_scheduler(rig), len(NAMES))
     answers[0].after = lambda count: scheduler_load.append(ending.scheduler.load().batch_rows)

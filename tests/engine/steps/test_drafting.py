@@ -77,16 +77,19 @@ def test_a_peer_that_was_slow_is_asked_by_every_generation_and_judged_by_its_lat
         for _ in range(40):
             controller.observe_wait(spec.name, 0.5)
             controller.observe_shadow(wrong, (2,))
-        for _ in range(2):
+        judged, deadline = 0, time.monotonic() + 60
+        while judged < 2:
+            assert time.monotonic() < deadline
             drafting = Drafting((spec,), controller, books, 100, Sampling())
             history = [1, 2]
             drafting.begin(history)
-            deadline = time.monotonic() + 10
             draft, _ = drafting.choose(history, 8)
             assert not draft.tokens, "it is asked, not waited for"
-            while not drafting.tallies()[0].shadow_hits and time.monotonic() < deadline:
+            while not (tally := drafting.tallies()[0]).shadow_hits and not tally.failed:
+                assert time.monotonic() < deadline
                 history.append((history[-1] + 1) % 100)
                 drafting.extend(history[-1:])
                 time.sleep(0.005)
-            assert drafting.tallies()[0].shadow_hits > 0
+            # A call that failed, as on a busy machine, judges nothing.
+            judged += tally.shadow_hits > 0
             drafting.close()

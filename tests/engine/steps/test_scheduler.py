@@ -13,6 +13,7 @@ from kakeya.engine.steps.scheduler import QueueTicket, Scheduler
 from kakeya.generation.frames import Done, EngineFrame, Progress, QueuePlace, Tokens
 from kakeya.generation.request import DecodeJob
 from tests.engine.rig import Rig, load_rig, tools
+from tests.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -25,11 +26,14 @@ class Sink:
         self.error: KakeyaError | None = None
         self.ended = threading.Event()
         self.first = threading.Event()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
     def put(self, frame: EngineFrame) -> None:
         self.frames.append(frame)
         if not isinstance(frame, QueuePlace):
             self.first.set()
+            assert self.goes_on.wait(WAIT_S)
         if isinstance(frame, Done):
             self.ended.set()
 
@@ -57,8 +61,10 @@ def scheduler(rig: Rig) -> Iterator[Scheduler]:
     assert not thread.is_alive()
 
 
-def submit(scheduler: Scheduler, **job: object) -> tuple[QueueTicket, Sink]:
-    sink = Sink()
+def submit(
+    scheduler: Scheduler, *, sink: Sink | None = None, **job: object
+) -> tuple[QueueTicket, Sink]:
+    sink = sink or Sink()
     values: dict[str, object] = {"token_ids": [5, 6, 7, 8], "max_tokens": 8}
     ticket = QueueTicket(DecodeJob(**{**values, **job}), sink.put, sink.fail)  # type: ignore[arg-type]
     scheduler.submit(ticket)
@@ -77,9 +83,12 @@ def test_sequences_that_share_the_thread_get_what_each_gets_alone(
 
 
 def test_a_cancelled_sequence_stops_and_the_others_go_on(scheduler: Scheduler) -> None:
-    endless, endless_sink = submit(scheduler, max_tokens=400)
+    endless_sink = Sink()
+    endless_sink.goes_on.clear()
+    endless, _ = submit(scheduler, sink=endless_sink, max_tokens=400)
     assert endless_sink.first.wait(WAIT_S)
     endless.cancel()
+    endless_sink.goes_on.set()
     _, other = submit(scheduler)
     assert other.ended.wait(WAIT_S)
     assert len(endless_sink.tokens()) < 400
@@ -89,11 +98,14 @@ def test_a_cancelled_sequence_stops_and_the_others_go_on(scheduler: Scheduler) -
 
 def test_a_cancellation_during_prefill_ends_it(scheduler: Scheduler, rig: Rig) -> None:
     prompt = [(7 * i) % 96 for i in range(505)]
-    ticket, sink = submit(scheduler, token_ids=prompt)
+    sink = Sink()
+    sink.goes_on.clear()
+    ticket, _ = submit(scheduler, sink=sink, token_ids=prompt)
     assert sink.first.wait(WAIT_S)
     ticket.cancel()
-    scheduler.call(lambda: None).result(WAIT_S)
-    assert scheduler.call(scheduler.load).result(WAIT_S).running == 0
+    sink.goes_on.set()
+    wait_until("it ended", lambda: scheduler.call(scheduler.load).result(WAIT_S).running == 0)
+    assert not sink.ended.is_set()
     assert isinstance(sink.frames[0], Progress)
 
 

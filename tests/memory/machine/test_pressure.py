@@ -226,7 +226,7 @@ def monitor(
 async def test_it_recovers_when_all_have() -> None:
     one, two = Box(CRITICAL), Box(LOW)
     told: list[Reading] = []
-    watch = monitor([KernelLevel(one), Named("other", two)], told, ManualClock())  # type: ignore[arg-type]
+    watch = monitor([Named("one", one), Named("other", two)], told, ManualClock())
     await watch.poll()
     one.value = NOMINAL
     await watch.poll()
@@ -235,14 +235,15 @@ async def test_it_recovers_when_all_have() -> None:
     assert [reading.level for reading in told] == [CRITICAL, LOW, NOMINAL]
 
 
-class Named(KernelLevel):
-    def __init__(self, name: str, probe: Box) -> None:
-        super().__init__(probe)  # type: ignore[arg-type]
-        self._named = name
+class Named:
+    """A source that answers on the loop: a poll waits a bounded real time for a thread."""
 
-    @property
-    def name(self) -> str:
-        return self._named
+    def __init__(self, name: str, probe: Box) -> None:
+        self.name = name
+        self._probe = probe
+
+    async def read(self) -> Reading:
+        return Reading(level=self._probe(), source=self.name)  # type: ignore[arg-type]
 
 
 async def test_a_source_that_cannot_be_read_hides_no_other() -> None:
@@ -259,7 +260,7 @@ async def test_a_source_that_cannot_be_read_hides_no_other() -> None:
 async def test_a_source_that_falls_silent_counts_as_low_and_not_as_full() -> None:
     box = Box(NOMINAL)
     told: list[Reading] = []
-    watch = monitor([KernelLevel(box)], told, ManualClock())  # type: ignore[arg-type]
+    watch = monitor([Named("kernel", box)], told, ManualClock())
     fault = errors.PeerProtocol("nonsense")
     for value in (NOMINAL, fault, CRITICAL, fault, fault, NOMINAL):
         box.value = value
@@ -290,7 +291,7 @@ async def test_a_source_that_hangs_is_silent_is_not_asked_again_and_holds_up_no_
     told: list[Reading] = []
     clock = ManualClock()
     watch = PressureMonitor(
-        [frozen, KernelLevel(other)],  # type: ignore[arg-type]
+        [frozen, Named("kernel", other)],
         tell=told.append,
         clock=clock,
         answer_s=0.2,
@@ -319,7 +320,7 @@ async def test_beside_a_source_of_no_opinion_one_that_hangs_holds_up_no_other() 
     told: list[Reading] = []
     box, host = Box(NOMINAL), DispatchedPressure(mono=ManualClock().mono)
     watch = PressureMonitor(
-        [Frozen(), KernelLevel(box), host],  # type: ignore[arg-type]
+        [Frozen(), Named("kernel", box), host],
         tell=told.append,
         clock=ManualClock(),
         answer_s=300.0,

@@ -11,7 +11,7 @@ from kakeya.prefix.peers.fetch import PeerFetch
 from kakeya.prefix.peers.seams import MissingBlocks
 from kakeya.prefix.peers.service import PrefillCacheService, ServiceLimits
 from kakeya.v1 import distributed_pb2 as pb
-from tests.fakes import set_by
+from tests.fakes import FakeClock, set_by
 from tests.prefix.peers import world as w
 
 BLOCKS = 6
@@ -147,10 +147,16 @@ async def test_a_peer_that_falls_silent_costs_no_more_than_the_slack(world):
                     await asyncio.sleep(60)
                 yield chunk
 
+    def cut(index):
+        """What comes before the silence has all the time that it needs."""
+        if index == 1:
+            object.__setattr__(wanted, "most_slack_s", 0.3)
+            object.__setattr__(wanted, "prefill_tokens_per_s", w.BLOCK_TOKENS / 4.0)
+
     peer = await world.peer(sources(), kind=Hangs)
     fetcher = await world.fetcher(peer)
-    wanted = w.wanted(BLOCKS, most_slack_s=0.3)
-    assert await bounded(fetcher, wanted, [peer.holder()], w.Sink()) == 2
+    wanted = w.wanted(BLOCKS)
+    assert await bounded(fetcher, wanted, [peer.holder()], w.Sink(on_put=cut)) == 2
 
 
 async def test_a_peer_that_trickles_is_left_when_prefill_would_have_overtaken_it(world):
@@ -167,40 +173,38 @@ async def test_a_peer_that_trickles_is_left_when_prefill_would_have_overtaken_it
     assert fetcher.stats.late == 1
 
 
-async def test_a_lookup_that_is_not_answered_ends_after_its_deadline(world):
-    class Deaf(PrefillCacheService):
-        async def LookupPrefix(self, request, context):
-            await asyncio.sleep(60)
+class Deaf(PrefillCacheService):
+    async def LookupPrefix(self, request, context):
+        await asyncio.Event().wait()
 
+
+async def test_a_lookup_that_is_not_answered_ends_after_its_deadline(world, monkeypatch):
     deaf, healthy = await world.peer(sources(), kind=Deaf), await world.peer(sources(3))
-    fetcher = await world.fetcher(deaf, healthy, lookup_s=0.3)
-    holders = [deaf.holder(), healthy.holder()]
+    fetcher = await world.fetcher(deaf, healthy, lookup_s=60.0)
+    holders, ask = [deaf.holder(), healthy.holder()], fetcher._ask
+
+    def cut(holder, wanted, limit_s, *told):
+        return ask(holder, wanted, 0.3 if holder == holders[0] else limit_s, *told)
+
+    monkeypatch.setattr(fetcher, "_ask", cut)
     assert await bounded(fetcher, w.wanted(BLOCKS), holders, w.Sink(), 0.3) == 3
 
 
 async def test_waits_for_no_other_lookup_once_one_peer_has_everything(world):
-    class Deaf(PrefillCacheService):
-        async def LookupPrefix(self, request, context):
-            await asyncio.sleep(60)
-
     deaf, healthy = await world.peer(sources(), kind=Deaf), await world.peer(sources())
-    fetcher = await world.fetcher(deaf, healthy, lookup_s=0.3)
+    fetcher = await world.fetcher(deaf, healthy, lookup_s=3600.0)
     holders = [deaf.holder(), healthy.holder()]
-    assert await bounded(fetcher, w.wanted(BLOCKS), holders, w.Sink(), 0.3) == BLOCKS
+    async with asyncio.timeout(60):
+        assert await bounded(fetcher, w.wanted(BLOCKS), holders, w.Sink()) == BLOCKS
     assert fetcher._peers[deaf.node_id].breaker.state == "closed"
 
 
 async def test_nobody_is_asked_again_and_again_who_does_not_answer(world):
-    class Deaf(PrefillCacheService):
-        async def LookupPrefix(self, request, context):
-            self._count(lookups=1)
-            await asyncio.sleep(60)
-
     deaf = await world.peer(sources(), kind=Deaf)
-    fetcher = await world.fetcher(deaf, lookup_s=0.05)
+    fetcher = await world.fetcher(deaf, lookup_s=0.05, clock=FakeClock())  # no backoff ends
     for _ in range(8):
         await bounded(fetcher, w.wanted(BLOCKS), [deaf.holder()], w.Sink(), 0.3)
-    assert deaf.service.stats.lookups == 3
+    assert fetcher.stats.asked == 3
 
 
 async def test_a_machine_that_is_off_costs_a_lookup(world):

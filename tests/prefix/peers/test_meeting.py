@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kakeya.prefix.peers import fetch as peer_fetch
 from kakeya.prefix.peers.service import PrefillCacheService
 from tests.prefix.peers import world as w
 
@@ -11,7 +12,8 @@ BLOCKS = 12
 
 
 @pytest.fixture
-async def world():
+async def world(monkeypatch):
+    monkeypatch.setattr(peer_fetch, "BESIDE_S", 20.0)  # tests keep the machine busy
     async with w.a_world() as world:
         yield world
 
@@ -55,31 +57,39 @@ def paced(seconds: float, dies_after: int = BLOCKS, ends: str = "dies"):
     return Paced
 
 
-async def meet(world, peer, prefill, have=0, blocks=BLOCKS):
-    """Compute and fetch until both meet; how many fetched blocks count, and what came."""
+async def meet(world, peer, prefill, have=0, blocks=BLOCKS, behind=0):
+    """Compute and fetch until both meet; how many fetched blocks count, and what came.
+
+    The prefill begins once `behind` blocks came.
+    """
     fetcher = await world.fetcher(peer)
-    sink = w.Sink()
+    begins = asyncio.Event()
+    if not behind:
+        begins.set()
+    sink = w.Sink(on_put=lambda index: begins.set() if index == blocks - behind else None)
     want = w.wanted(blocks, have=have, rate=w.BLOCK_TOKENS / 0.25)  # 0.25 s a block, it says
     found = await fetcher.approach(want, peer.holder(blocks))
     if found is None:
         return 0, sink
     hit, meeting = found
-    met = asyncio.Event()
+
+    async def compute() -> None:
+        await begins.wait()
+        await prefill(hit.blocks, moved)
 
     def moved(computed: int = 0) -> None:
         meeting.computed(computed)
         if meeting.pays:
-            met.set()
+            front.cancel()
 
-    front = asyncio.ensure_future(prefill(hit.blocks, moved))
+    front = asyncio.ensure_future(compute())
     back = asyncio.ensure_future(fetcher.fetch_back(hit, want, meeting, sink, moved))
-    meets = asyncio.ensure_future(met.wait())
     try:
-        await asyncio.wait((front, meets), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((front,))
     finally:
-        for task in (front, back, meets):
+        for task in (front, back):
             task.cancel()
-        await asyncio.gather(front, back, meets, return_exceptions=True)
+        await asyncio.gather(front, back, return_exceptions=True)
     assert sink.is_right(want.ids)
     assert sink.order == sorted(sink.order, reverse=True)
     assert len(sink.order) == len(set(sink.order))
@@ -89,7 +99,7 @@ async def meet(world, peer, prefill, have=0, blocks=BLOCKS):
 async def test_both_meet_and_the_prefill_is_ended(world):
     peer = await world.peer(sources(), kind=paced(0.05))
     prefill = Prefill()
-    fetched, _ = await meet(world, peer, prefill)
+    fetched, _ = await meet(world, peer, prefill, behind=2)
     assert prefill.was_cancelled
     assert prefill.done + fetched >= BLOCKS
     assert 0 < fetched < BLOCKS
@@ -98,7 +108,7 @@ async def test_both_meet_and_the_prefill_is_ended(world):
 async def test_begins_behind_what_is_here(world):
     peer = await world.peer(sources(), kind=paced(0.05))
     prefill = Prefill(have=4)
-    fetched, sink = await meet(world, peer, prefill, have=4)
+    fetched, sink = await meet(world, peer, prefill, have=4, behind=2)
     assert 4 < prefill.done < BLOCKS
     assert min(sink.order) >= 4
     assert prefill.done + fetched >= BLOCKS
@@ -109,7 +119,7 @@ async def test_begins_behind_what_is_here(world):
 async def test_a_peer_that_goes_only_moves_where_they_meet(world, block, ends):
     peer = await world.peer(sources(), kind=paced(0.0, dies_after=block, ends=ends))
     prefill = Prefill(0.02)
-    fetched, sink = await meet(world, peer, prefill)
+    fetched, sink = await meet(world, peer, prefill, behind=block)
     assert len(sink.order) == block
     if fetched:
         assert prefill.done == BLOCKS - block
@@ -159,7 +169,7 @@ async def test_cancelled_it_ends_the_call_at_the_peer(world):
 
 async def test_the_peer_to_meet_is_one_whose_link_is_about_as_fast_as_the_prefill(world):
     fetcher = await world.fetcher()
-    want = w.wanted(BLOCKS)  # 4 s a block
+    want = w.wanted(BLOCKS)
     holders = [
         w.BlockHolder(node_id=name, address="x:1", blocks=BLOCKS) for name in ("a", "b", "c")
     ]

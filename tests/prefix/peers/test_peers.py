@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 from collections.abc import AsyncIterator
@@ -28,8 +29,10 @@ from kakeya.prefix.names.fingerprint import KvFingerprint
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import pieces_of
 from kakeya.prefix.peers import fetch as peer_fetch
+from kakeya.prefix.peers import peers as node_peers
 from kakeya.prefix.peers.auth import FleetKey
 from kakeya.prefix.peers.peers import PrefixPeers, read_fleet_key
+from kakeya.prefix.peers.seams import MissingBlocks
 from kakeya.prefix.prefixes import NodePrefixes
 from kakeya.v1 import distributed_pb2 as pb
 from kakeya.v1.distributed_pb2_grpc import PrefillCacheServiceStub
@@ -53,8 +56,15 @@ def naming(key: bytes = b"", tenant: str = "", state_bytes: int = 0, **more) -> 
         chain=BlockChain(kind.exact(), BLOCK_TOKENS, key),
         block_bytes=BLOCK_BYTES,
         state_bytes=state_bytes,
-        prefill_tokens_per_s=16.0,  # two seconds a block: time on a machine that tests keep busy
+        prefill_tokens_per_s=0.4,  # 80 s a block: time on a machine that tests keep busy
     )
+
+
+@pytest.fixture(autouse=True)
+def ample_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests keep the machine busy."""
+    ample = functools.partial(MissingBlocks, most_slack_s=20.0)
+    monkeypatch.setattr(node_peers, "MissingBlocks", ample)
 
 
 def payload_of(block_id: bytes, size: int = BLOCK_BYTES) -> bytes:

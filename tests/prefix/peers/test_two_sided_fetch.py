@@ -26,11 +26,12 @@ from kakeya.prefix.peers.cards import OwnCaches
 from kakeya.prefix.peers.peers import PrefixPeers
 from kakeya.prefix.peers.service import PrefillCacheService
 from tests.prefix.peers import world as w
-from tests.prefix.peers.test_peers import Fleet
+from tests.prefix.peers.test_peers import Fleet, ample_slack
 from tests.prefix.world import Node, ask, node, text
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LENGTH = 4000
+__all__ = ["ample_slack"]  # it is used by itself
 
 
 class Paced(PrefillCacheService):

@@ -56,9 +56,9 @@ def chain(blocks: int, kind: KvFingerprint | None = None, key: bytes = b"") -> t
 
 
 def wanted(
-    blocks: int, have: int = 0, *, rate: float = BLOCK_TOKENS / 4.0, **more
+    blocks: int, have: int = 0, *, rate: float = BLOCK_TOKENS / 80.0, **more
 ) -> MissingBlocks:
-    """Wants a history; a block takes BLOCK_TOKENS / rate seconds here, 4 s unless said.
+    """Wants a history; a block takes BLOCK_TOKENS / rate seconds here, 80 s unless said.
 
     So a fetch has time on a machine that tests keep busy; what the slack does, tests of its own
     say with other figures.
@@ -70,7 +70,7 @@ def wanted(
         "have": have,
         "block_bytes": BLOCK_BYTES,
         "prefill_tokens_per_s": rate,
-        "most_slack_s": 4.0,
+        "most_slack_s": 20.0,
     }
     return MissingBlocks(**(fields | more))
 
@@ -254,14 +254,18 @@ class World:
         return self.channels[holder.address]
 
     async def fetcher(
-        self, *peers: Peer, fleet_key: FleetKey | None = None, lookup_s: float = LOOKUP_S
+        self,
+        *peers: Peer,
+        fleet_key: FleetKey | None = None,
+        lookup_s: float = LOOKUP_S,
+        clock: Clock | None = None,
     ) -> PeerFetch:
         """A fetcher whose connections to these peers stand, as gossip's do."""
         for peer in peers:
             await self.channel(peer.holder()).channel_ready()
         return PeerFetch(
             channel_for=self.channel,
-            clock=SystemClock(),
+            clock=clock or SystemClock(),
             rng=random.Random(1),
             fleet_key=fleet_key,
             on_lost=self.lost.append,
