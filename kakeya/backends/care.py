@@ -45,6 +45,8 @@ class PanicCare:
         self._allowed = allowed
         self._clock = clock
         self._writing = asyncio.Lock()
+        self._begun: set[str] = set()
+        """Models whose stay has no end yet."""
         self._file = StayFile(data_dir)
         self._steps: Mapping[str, LoadStep] = MappingProxyType({})
         self.profile: Profile = NORMAL
@@ -108,6 +110,7 @@ class PanicCare:
 
     async def begin(self, model_id: str) -> None:
         """Write down that a model is about to be loaded."""
+        self._begun.add(model_id)
         async with self._writing:
             await asyncio.to_thread(self._file.begin, model_id, self._clock.wall())
 
@@ -115,6 +118,12 @@ class PanicCare:
         """Write down that a model has left memory."""
         async with self._writing:
             await asyncio.to_thread(self._file.end, model_id, self._clock.wall())
+        self._begun.discard(model_id)
+
+    async def aclose(self) -> None:
+        """Write down that all models have left memory, those that were ended by force too."""
+        for model_id in sorted(self._begun):
+            await self.end(model_id)
 
     async def read_again(self) -> None:
         """Read off the event loop, while no stay is written."""

@@ -179,6 +179,7 @@ class NodeMemory:
                 saved=self._sizes.history.snapshot(),
                 clock=self._clock,
             )
+            stack.push_async_callback(self._care.aclose)
             await stack.enter_async_context(self.arbiter)
             await stack.enter_async_context(self._watch)
             stack.push_async_callback(self._keeper.flush)
