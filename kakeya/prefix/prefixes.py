@@ -22,6 +22,7 @@ from typing import Self
 from weakref import WeakSet
 
 from kakeya.core.clock import Clock
+from kakeya.core.errors import InvalidArgument
 from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.cuts import unmarked
@@ -180,6 +181,12 @@ class NodePrefixes:
         return self.turns.waiting
 
     # --- prefixes that are looked after
+
+    async def named(self, facts: ModelFacts) -> None:
+        """Wait until the weights of a model have their name, without which no KV is kept."""
+        if facts.model_path and facts.weights_state:
+            with contextlib.suppress(InvalidArgument):  # a request finds the same, and says so
+                await self.names.weights(Path(facts.model_path), facts.weights_state)
 
     def keep(
         self,

@@ -130,6 +130,7 @@ class PrefixNames:
         self._key = key
         self._tenant = tenant
         self._digests: dict[str, asyncio.Future[str]] = {}
+        self._notes: set[asyncio.Task[None]] = set()
         self._is_closed = threading.Event()
         self._made: dict[tuple[str, str], tuple[int, ModelFacts, Naming | None]] = {}
         self._refused: set[tuple[str, str]] = set()
@@ -180,6 +181,7 @@ class PrefixNames:
         """Give up the digests that are being made."""
         self._is_closed.set()
         await asyncio.gather(*self._digests.values(), return_exceptions=True)
+        await asyncio.gather(*self._notes)
 
     def are_known(self, model_ids: Iterable[str]) -> bool:
         """Whether all of these models were named."""
@@ -264,9 +266,9 @@ class PrefixNames:
                 weights_digest, model, state, self._is_closed.is_set
             )
             if file is not None:
-                newest = dict(list(known.items())[-_FILE_ENTRIES:])
-                with contextlib.suppress(OSError):  # it is made anew at the next start
-                    await asyncio.to_thread(write_atomically, file, json.dumps(newest).encode())
+                note = asyncio.create_task(_note(file, known), name="digests of weights")
+                self._notes.add(note)
+                note.add_done_callback(self._notes.discard)
         return known[name]
 
     def _refuse(self, model_id: str, reason: str) -> None:
@@ -310,6 +312,12 @@ def paged_kv_bytes(facts: ModelFacts, tokens: int, paged_bytes: Callable[[int], 
     last_bytes = facts.kv_block_bytes * rest // facts.kv_block_tokens + facts.kv_state_bytes
     size = whole * paged_bytes(facts.kv_block_bytes + facts.kv_state_bytes) if whole else 0
     return size + (paged_bytes(last_bytes) if rest else 0)
+
+
+async def _note(file: Path, known: Mapping[str, str]) -> None:
+    newest = dict(list(known.items())[-_FILE_ENTRIES:])
+    with contextlib.suppress(OSError):  # it is made anew at the next start
+        await asyncio.to_thread(write_atomically, file, json.dumps(newest).encode())
 
 
 def _read_digests(file: Path) -> dict[str, str]:

@@ -59,6 +59,10 @@ class KeptPrefixes(Protocol):
         """End a pin."""
         ...
 
+    async def named(self, facts: ModelFacts) -> None:
+        """Wait until the weights of a model have their name, without which no KV is kept."""
+        ...
+
     def free_bytes(self) -> int:
         """The bytes that speculative KV may take."""
         ...
@@ -176,6 +180,9 @@ class ModelSource:
             kv_holder=prefix.kv_holder,
         )
         model = self._models.get(prefix.model_id, prefix.client)
+        if isinstance(facts := await facts_at_hand(model), WarmReport):
+            return facts
+        await self._prefixes.named(facts)
         async with aclosing(model.decode(request)) as frames:
             async for frame in frames:
                 if isinstance(frame, Done):

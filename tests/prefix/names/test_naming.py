@@ -93,8 +93,10 @@ async def test_digests_are_kept_over_a_restart_and_damaged_ones_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, file = model(tmp_path / "m"), tmp_path / "weights.json"
-    first = await PrefixNames(no_adapter, file=file).find(await facts_of(folder), 1, "")
+    names = PrefixNames(no_adapter, file=file)
+    first = await names.find(await facts_of(folder), 1, "")
     assert first is not None
+    await names.aclose()
 
     def unwanted(*_: object) -> str:
         raise AssertionError("the digest is known")
@@ -106,7 +108,9 @@ async def test_digests_are_kept_over_a_restart_and_damaged_ones_made_anew(
     assert again.seed == first.seed
     for damage in (b"{", b"[]", json.dumps({"x": 5}).encode()):
         file.write_bytes(damage)
-        anew = await PrefixNames(no_adapter, file=file).find(await facts_of(folder), 3, "")
+        names = PrefixNames(no_adapter, file=file)
+        anew = await names.find(await facts_of(folder), 3, "")
+        await names.aclose()
         assert anew is not None
         assert anew.seed == first.seed
 

@@ -53,6 +53,20 @@ async def test_after_a_prewarm_the_first_request_computes_only_what_the_user_sai
         assert turn.created < 50
 
 
+async def test_nothing_is_computed_before_the_weights_have_the_name_under_which_kv_is_kept():
+    async with precache_world(StillClock()) as w:
+        w.pages.has_name.clear()
+        warming = asyncio.ensure_future(
+            w.precache.warm(await w.claim("room"), source_of(prompt_of(100, 1)))
+        )
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert w.precache._prewarmer.stats.running
+        assert not w.warmed
+        w.pages.has_name.set()
+        assert (await warming).warmed.computed == 99
+
+
 async def test_a_conversation_that_is_opened_again_finds_what_was_lost_meanwhile():
     async with precache_world(StillClock()) as w:
         history = prompt_of(600, 1)

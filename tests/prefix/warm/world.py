@@ -49,6 +49,10 @@ class Pages:
     kept: dict[tuple[str, str, tuple[int, ...]], Retention] = field(default_factory=dict)
     pinned: dict[str, tuple[str, str, tuple[int, ...]]] = field(default_factory=dict)
     classes: list[BlockClass] = field(default_factory=list)
+    has_name: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.has_name.set()
 
     def add(self, model_id: str, adapter_id: str, tokens: Sequence[int]) -> None:
         for end in [*range(BLOCK, len(tokens) + 1, BLOCK), len(tokens)]:
@@ -62,6 +66,9 @@ class Pages:
         while (model_id, adapter_id, due[: length + BLOCK]) in self.kept and length < len(due):
             length += BLOCK
         return min(length, len(due))
+
+    async def named(self, facts: ModelFacts) -> None:
+        await self.has_name.wait()
 
     def keep(self, model_id, adapter_id, token_ids, retention, *, block_class, pin="") -> int:
         found = self.find(model_id, adapter_id, token_ids)
