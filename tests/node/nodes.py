@@ -21,6 +21,8 @@ from tests.waiting import eventually
 
 VERIFIER, DRAFTER = "kakeya-tiny", "kakeya-tiny-draft"
 QUICK = ("--exchange-interval", "0.5")
+PATIENT = (sys.executable, "-m", "tests.node.child_patient")
+"""The program of a node that waits longer than others."""
 FREE = ("--bind", "127.0.0.1:0", "--http", "127.0.0.1:0")
 
 
@@ -140,7 +142,10 @@ async def replaceable(folder: Path) -> AsyncIterator[tuple[NodeProcess, NodeProc
                 await eventually(
                     "it is ready", lambda node=node: model_state(node, VERIFIER)["state"] == "ready"
                 )
-            await eventually("it knows its peer", lambda: VERIFIER in offers(seen_by(old)["peer"]))
+            await eventually(
+                "it knows its peer",
+                lambda: VERIFIER in offers(seen_by(old).get("peer", {"models": []})),
+            )
             yield peer, old
 
 

@@ -35,6 +35,7 @@ from kakeya.node.datadir import DataDir
 from kakeya.sessions.client import Client
 from tests.node.nodes import (
     FREE,
+    PATIENT,
     QUICK,
     NodeProcess,
     metric,
@@ -349,8 +350,9 @@ async def test_a_copy_of_a_node_gives_way_and_both_say_why(tmp_path: Path, middl
         for folder in (copy_folder, second_folder):
             (folder / "data").mkdir(parents=True)
             shutil.copy(first_folder / "data" / "node.json", folder / "data")
+        flags = ("--peer", first.grpc, *NGRAM_ONLY, *QUICK)
         with pytest.raises(PeerUnavailable, match="serves under this node's id"):
-            async with NodeProcess(copy_folder, "--peer", first.grpc, *NGRAM_ONLY, *QUICK):
+            async with NodeProcess(copy_folder, *flags, program=PATIENT):
                 pass
         # One that knows no other node at its start hears of the first one by a node in the middle.
         flags = ("--peer", middle, *NGRAM_ONLY, *QUICK)

@@ -14,14 +14,14 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from kakeya.mlx.library import mlx_verifier
-from tests.node.nodes import DRAFTER, QUICK, VERIFIER, NodeProcess, model_state
+from tests.node.nodes import DRAFTER, PATIENT, QUICK, VERIFIER, NodeProcess, model_state
 from tests.test_docs import programs
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PRINTED = "127.0.0.1:50051"
 DECODE, _PAIR, WATCH, PLAN, GENERATE = programs("library.md")
-PATIENT = "timeout_s=60"
+LONG = "timeout_s=60"
 """A draft that comes later than after two seconds counts as a failure: here it is waited for."""
 
 
@@ -71,7 +71,7 @@ def plainly(prompt: str, count: int) -> str:
 
 
 async def test_a_program_decodes_and_a_node_drafts(node: NodeProcess) -> None:
-    said = await output(DECODE.replace('"ngram")', f'"ngram", {PATIENT})'), node)
+    said = await output(DECODE.replace('"ngram")', f'"ngram", {LONG})'), node)
     answer, _, told = said.rstrip("\n").rpartition("\n")
     assert answer == await asyncio.to_thread(
         plainly, "class Point:\n    def __init__(self, x, y):\n", 64
@@ -83,7 +83,7 @@ async def test_a_program_decodes_and_a_node_drafts(node: NodeProcess) -> None:
 
 @pytest.mark.slow
 async def test_a_program_decodes_with_the_planned_proposer(node: NodeProcess) -> None:
-    program = PLAN.replace("identity=identity", f"identity=identity, {PATIENT}")
+    program = PLAN.replace("identity=identity", f"identity=identity, {LONG}")
     plan, tokens = (await output(program, node)).splitlines()
     assert plan.startswith(f"verify {VERIFIER} on left")
     assert len(tokens.split(",")) == 32
@@ -107,7 +107,7 @@ async def test_a_program_watches_nodes_come_and_go(node: NodeProcess, tmp_path: 
 
         assert VERIFIER in await line_with("+ left", node.grpc)
         flags = ("--node-id", "right", "--proposer", DRAFTER, "--peer", node.grpc, *QUICK)
-        async with NodeProcess(tmp_path, *flags) as right:
+        async with NodeProcess(tmp_path, *flags, program=PATIENT) as right:
             await line_with("+ right", right.grpc, DRAFTER)
         await line_with("+ right", "[]")  # its last card
         await line_with("- right")

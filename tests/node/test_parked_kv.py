@@ -39,7 +39,7 @@ def command(spec: ModelSpec, resolved: str) -> Command:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
     async with node(tmp_path_factory.mktemp("node"), command=command) as made:
-        facts = await made.model.ready(60)
+        facts = await made.named()
         backend = made.model.backend
         # Room for one of them.
         assert backend is not None

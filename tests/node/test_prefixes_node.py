@@ -41,17 +41,10 @@ def patience() -> Iterator[None]:
         yield
 
 
-async def named(made: Node) -> None:
-    """Wait for the model, and for the name of its weights: a request waits a second for it."""
-    facts = await made.model.ready(60)
-    assert made.model.pid is not None
-    assert await made.prefixes.names.find(facts, made.model.pid, "") is not None
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
     async with node(tmp_path_factory.mktemp("node")) as made:
-        await named(made)
+        await made.named()
         yield made
 
 
@@ -256,7 +249,7 @@ async def test_with_windows_and_state_too_all_of_a_shared_prompt_is_computed_onc
     spec = ModelSpec(model_id=name, source=str(tmp_path / name), role=ModelRole.VERIFIER)
     shared = few(1, 200)
     async with node(tmp_path / "node", spec=spec) as first:
-        await named(first)
+        await first.named()
         for begin in (10, 20):  # cold, and after a kill
             prompts = [shared + few(begin + i, 20) for i in range(4)]
             answers = await asyncio.gather(*(ask(first, p, cuts=(200,)) for p in prompts))

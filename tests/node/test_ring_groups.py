@@ -155,13 +155,13 @@ async def test_a_group_serves_the_whole_fleet_and_comes_back_in_the_middle_of_an
     assert ring_path_available(*addresses), addresses
 
     whole = await fleet.text(VERIFIER, 200)
-    parts = []
+    parts, pids, restarts = [], fleet.pids(), fleet.led()["restarts"]
     async for part in fleet.stream(200):
         parts.append(part)
         if len(parts) == 3:
-            os.kill(fleet.pids()[1], signal.SIGKILL)
+            os.kill(pids[1], signal.SIGKILL)
     assert "".join(parts) == whole
-    await fleet.is_up_again()
+    await fleet.is_up_again(restarts + 1)
     group = await eventually("the front hears of the group", fleet.group)
     assert "rank 1" in group["reason"], group
 

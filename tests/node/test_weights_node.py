@@ -76,7 +76,6 @@ async def test_kills_of_both_sides_cost_a_pull_nothing_that_it_had(
             _, said = await pull.communicate()
             assert pull.returncode == 1
             assert b"does not answer" in said
-        monkeypatch.setenv(RATE, "12")
         async with NodeProcess(sink, *peers) as puller:
             await eventually("the nodes know each other", lambda: "source" in seen_by(puller))
             pull = await begin_pull(sink)

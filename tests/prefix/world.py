@@ -15,6 +15,7 @@ from kakeya.backends.resident import ResidentModel
 from kakeya.config import config
 from kakeya.core.clock import SystemClock
 from kakeya.core.tasks import Supervisor
+from kakeya.generation.facts import ModelFacts
 from kakeya.generation.frames import Done, Frame, Tokens, Usage
 from kakeya.generation.request import DecodeRequest, GenerationPriority
 from kakeya.generation.spec import ModelRole, ModelSpec
@@ -36,6 +37,13 @@ class Node:
     @property
     def prefixes(self) -> NodePrefixes:
         return self.pages.prefixes
+
+    async def named(self) -> ModelFacts:
+        """Wait for the model, and for the name of its weights: a request waits a second for it."""
+        facts = await self.model.ready(60)
+        assert self.model.pid is not None
+        assert await self.prefixes.names.find(facts, self.model.pid, "") is not None
+        return facts
 
     def check_conserved(self) -> None:
         """Nothing is pinned, filled or claimed when nobody is asking."""
