@@ -10,7 +10,10 @@ from pathlib import Path
 from statistics import median
 from types import FrameType
 
+import pytest
+
 import kakeya
+from kakeya.backends.engine import guard
 from kakeya.backends.engine.process import Command
 from kakeya.backends.engines import EngineCommand
 from kakeya.generation.spec import ModelSpec
@@ -63,8 +66,9 @@ def engine(texts: Path) -> EngineCommand:
 
 
 async def test_a_chunk_in_the_middle_of_a_chat_passes_few_generators_and_calls(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guard, "TELL_S", 60.0)  # beside slow tokens its calls would count
     texts = await asyncio.to_thread(make_folder, tmp_path / "texts")
     async with (
         node(tmp_path / "node", command=engine(texts)) as here,

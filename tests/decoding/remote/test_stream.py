@@ -292,7 +292,7 @@ async def test_what_cannot_follow_ends_the_stream_and_frees_what_it_held(
 ) -> None:
     service = ngrams(tokens=300)[1]
     async with served(service) as stub:
-        call = stub.DraftStream(timeout=10)
+        call = stub.DraftStream(timeout=60)
         await call.write(FIRST)
         assert list((await call.read()).draft.token_ids) == [1, 2, 1, 2]
         assert (service.streams, service.held_tokens) == (1, 200)
@@ -329,7 +329,7 @@ async def test_a_text_without_room_is_told_when_one_is_expected_to_end() -> None
 
 async def test_what_was_taken_back_cannot_be_taken_back_again() -> None:
     async with served(ngrams()[1]) as stub:
-        call = stub.DraftStream(timeout=10)
+        call = stub.DraftStream(timeout=60)
         for message in (FIRST, told(6, 200 - ROLLBACK, size=0), told(7, 150 - ROLLBACK, 1)):
             await call.write(message)
         await call.read()
@@ -340,10 +340,10 @@ async def test_what_was_taken_back_cannot_be_taken_back_again() -> None:
 async def test_an_unknown_proposer_and_an_empty_stream_hold_nothing() -> None:
     service = ngrams()[1]
     async with served(service) as stub:
-        call = stub.DraftStream(timeout=10)
+        call = stub.DraftStream(timeout=60)
         await call.write(told(1, 0, 1, model="nobody"))
         assert await call.code() is grpc.StatusCode.NOT_FOUND
-        call = stub.DraftStream(timeout=10)
+        call = stub.DraftStream(timeout=60)
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
         assert service.streams == 0
@@ -352,7 +352,7 @@ async def test_an_unknown_proposer_and_an_empty_stream_hold_nothing() -> None:
 async def test_a_silent_stream_is_ended() -> None:
     service = ngrams(idle_s=0.1)[1]
     async with served(service) as stub:
-        call = stub.DraftStream(timeout=10)
+        call = stub.DraftStream(timeout=60)
         await call.write(FIRST)
         await call.read()
         assert await call.read() is grpc.aio.EOF
@@ -363,12 +363,12 @@ async def test_a_silent_stream_is_ended() -> None:
 async def test_a_node_that_stops_ends_its_streams_and_takes_no_more() -> None:
     service = ngrams()[1]
     async with served(service) as stub:
-        call = stub.DraftStream(timeout=10)
+        call = stub.DraftStream(timeout=60)
         await call.write(FIRST)
         await call.read()
         service.drain()
         assert await call.read() is grpc.aio.EOF
-        late = stub.DraftStream(timeout=10)
+        late = stub.DraftStream(timeout=60)
         assert await late.read() is grpc.aio.EOF
         assert await late.code() is grpc.StatusCode.OK
         assert (service.streams, service.held_tokens) == (0, 0)
@@ -377,17 +377,17 @@ async def test_a_node_that_stops_ends_its_streams_and_takes_no_more() -> None:
 async def test_one_peer_has_so_many_streams_and_a_place_is_free_when_one_ends() -> None:
     service = ngrams(streams_per_peer=2)[1]
     async with served(service) as stub:
-        calls = [stub.DraftStream(timeout=10) for _ in range(2)]
+        calls = [stub.DraftStream(timeout=60) for _ in range(2)]
         for call in calls:
             await call.write(FIRST)
             await call.read()
-        refused = stub.DraftStream(timeout=10)
+        refused = stub.DraftStream(timeout=60)
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         calls[0].cancel()
         async with asyncio.timeout(PATIENCE_S):
             while service.streams != 1:
                 await asyncio.sleep(0.005)
-        call = stub.DraftStream(timeout=10)
+        call = stub.DraftStream(timeout=60)
         await call.write(FIRST)
         assert list((await call.read()).draft.token_ids) == [1, 2, 1, 2]
 

@@ -275,7 +275,7 @@ async def test_a_blocking_proposer_does_not_block_the_event_loop(serve):
     stub = await serve(ProposerService({"slow": gate.proposer(), "ngram": NGramProposer()}))
     slow = asyncio.ensure_future(stub.ProposeBlock(ask(model="slow")))
     await until(lambda: gate.now == 1)
-    assert (await stub.ProposeBlock(ask(model="ngram"), timeout=5)).num_valid == 4
+    assert (await stub.ProposeBlock(ask(model="ngram"), timeout=60)).num_valid == 4
     gate.go.release()
     await slow
 

@@ -244,7 +244,7 @@ async def test_a_node_that_drains_takes_nothing_new_and_ends_what_it_has(
     with pytest.raises(Refused, match="mini: this node takes no requests: an update"):
         await frames_of(node, asked())
     with pytest.raises(Refused, match="an update"):
-        await node.calls.quote("toy", "", PROMPT, (), 5.0)
+        await node.calls.quote("toy", "", PROMPT, (), 60.0)
     while not task.done():
         model.gate.set()
         await asyncio.sleep(0)
@@ -360,7 +360,7 @@ async def test_an_older_node_knows_no_method() -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             calls = PeerCalls(channel, "old")
             with pytest.raises(UnknownMethod, match="old: "):
-                await calls.quote("toy", "", PROMPT, (), 5.0)
+                await calls.quote("toy", "", PROMPT, (), 60.0)
             with pytest.raises(UnknownMethod):
                 await anext(calls.decode("toy", "", asked(), "auto"))
             with pytest.raises(UnknownMethod):
@@ -410,20 +410,20 @@ async def test_a_quote_tells_how_a_request_would_be_served(
 ) -> None:
     model.load = RequestLoad(answers=(0, 0), waiting=1, waiting_tokens=300)
     model.held = 2
-    quote = await node.calls.quote("toy", "", PROMPT, (1,), 5.0)
+    quote = await node.calls.quote("toy", "", PROMPT, (1,), 60.0)
     assert (quote.is_ready, quote.load, quote.cached_tokens) == (True, model.load, 2)
     assert (quote.prefill_tokens_per_s, quote.tokens_per_s) == (1000.0, 100.0)
     assert quote.origin.weights
     assert quote.origin.numerics
     model.state, model.load_s, model.refusal = ModelState.UNLOADED, None, "no room"
-    quote = await node.calls.quote("toy", "", PROMPT, (), 5.0)
+    quote = await node.calls.quote("toy", "", PROMPT, (), 60.0)
     assert (quote.is_ready, quote.load_s, quote.refusal) == (False, None, "no room")
     model.facts = None
-    quote = await node.calls.quote("toy", "", PROMPT, (), 5.0)
+    quote = await node.calls.quote("toy", "", PROMPT, (), 60.0)
     assert (quote.is_ready, quote.origin.weights) == (False, "")
     assert model.loads == []
     with pytest.raises(InvalidArgument, match="makes vectors"):
-        await node.calls.quote("encoder", "", PROMPT, (), 5.0)
+        await node.calls.quote("encoder", "", PROMPT, (), 60.0)
 
 
 async def test_a_description_has_facts_and_manifest_and_may_load(
@@ -473,10 +473,10 @@ async def test_a_turn_is_warmed_under_the_claim_of_its_conversation(node: Servin
 
 async def test_adapters_are_listed_for_the_client_that_may_name_them(node: ServingNode) -> None:
     listed = (AdaptedId(model_id="toy:private", parent="toy"),)
-    assert await node.calls.adapted("owner", 5.0) == listed
-    assert await node.calls.adapted("another", 5.0) == ()
+    assert await node.calls.adapted("owner", 60.0) == listed
+    assert await node.calls.adapted("another", 60.0) == ()
     node.service.drain("it is taken out")
-    assert await node.calls.adapted("owner", 5.0) == ()
+    assert await node.calls.adapted("owner", 60.0) == ()
 
 
 async def test_vectors_come_from_an_encoder(node: ServingNode) -> None:
