@@ -80,7 +80,7 @@ class Pull:
         self._labels: dict[str, WeightsPeer] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._failure: KakeyaError | None = None
-        self._last_failure = ""
+        self._last_failure, self._failed_mono = "", 0.0
         """Of a source, since the last piece."""
         self._wake = asyncio.Event()
         self._given_up = threading.Event()
@@ -342,7 +342,7 @@ class Pull:
 
     async def _fetch(self, peer: WeightsPeer, manifest: WeightsManifest, piece: int) -> None:
         wanted, name = manifest.pieces[piece], peer.node_id
-        came = 0
+        came, began_mono = 0, self._clock.mono()
 
         def told(size: int) -> None:
             nonlocal came
@@ -364,6 +364,7 @@ class Pull:
             self._tools.count("wrong" if is_wrong else "lost")
             if not is_wrong:
                 self._last_failure = f"; {failure.message}"
+                self._failed_mono = self._clock.mono()
             elif not is_known:
                 self._tell_left(peer, failure)
             return
@@ -381,7 +382,8 @@ class Pull:
             self._meter.add(-came)
         self.held.add(piece)
         self._schedule.arrived(name, piece, self._clock.mono())
-        self._last_failure = ""
+        if began_mono >= self._failed_mono:
+            self._last_failure = ""
         self._tools.count("pieces")
         self._tools.count("bytes", wanted.size)
         self._told()

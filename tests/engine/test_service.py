@@ -53,7 +53,8 @@ def spawn(socket: Path, model: str) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     with tempfile.TemporaryDirectory(prefix="kk") as folder:
-        model = write_model(Path(folder) / "model", "llama")
+        changes = {"max_position_embeddings": 4096}
+        model = write_model(Path(folder) / "model", "llama", changes=changes)
         child = spawn(Path(folder) / "s", str(model))
         address = f"unix:{folder}/s"
         channel = grpc.insecure_channel(address)
@@ -190,13 +191,13 @@ async def test_bad_requests_are_invalid_arguments(
 
 
 async def test_a_cancelled_call_stops_the_work(stub: EngineServiceAsyncStub) -> None:
-    call = stub.Decode(request(max_tokens=450, kv_key="left"))
+    call = stub.Decode(request(max_tokens=4000, kv_key="left"))
     await call.read()
     call.cancel()
     async with asyncio.timeout(60):
         while (stats := await stub.Stats(pb.StatsRequest(), timeout=60)).running:
             await asyncio.sleep(0.005)
-    whole = (len(PROMPT) + 450) * (await stub.Describe(pb.DescribeRequest())).kv_bytes_per_token
+    whole = (len(PROMPT) + 4000) * (await stub.Describe(pb.DescribeRequest())).kv_bytes_per_token
     assert 0 < stats.kv_bytes_by_key["left"] < whole, "it went on to the end"
     await stub.Release(pb.ReleaseRequest(kv_key="left"), timeout=60)
 

@@ -275,14 +275,16 @@ class PrefillCacheService(PrefillCacheServiceServicer):
                 for chunk in self._chunks(lease, index, loan.view, sha256):
                     if self._clock.mono() > until_mono:
                         return
+                    if chunk.chunk_index == chunk.total_chunks - 1:
+                        # The reader may leave once it has this one.
+                        self._count(
+                            blocks_served=1,
+                            tokens_served=lease.tokens_of(index),
+                            bytes_served=lease.sizes[index],
+                        )
                     yield chunk
             finally:
                 loan.release()
-            self._count(
-                blocks_served=1,
-                tokens_served=lease.tokens_of(index),
-                bytes_served=lease.sizes[index],
-            )
 
     def _chunks(
         self, lease: BlockLease, index: int, view: memoryview, sha256: bytes

@@ -54,10 +54,13 @@ async def test_a_program_reads_the_prompt_and_prints_the_answer():
         assert text_of(await answered(backend.handle(prompt))) == "Once"
 
 
-async def test_the_answer_streams_as_it_comes_and_its_last_line_end_is_no_part():
-    async with shell("printf 'one\\n'; read x; sleep 0.05; printf 'two\\n\\n'") as backend:
+async def test_the_answer_streams_as_it_comes_and_its_last_line_end_is_no_part(tmp_path):
+    goes_on = tmp_path / "goes_on"
+    wait = f"while [ ! -e {goes_on} ]; do sleep 0.01; done"
+    async with shell(f"printf 'one\\n'; read x; {wait}; printf 'two\\n\\n'") as backend:
         async with aclosing(backend.handle(chat("c", "go\n"))) as parts:
             assert await anext(parts) == Said("one")
+            await asyncio.to_thread(goes_on.touch)
             assert [part async for part in parts] == [Said("\ntwo"), Finished(reason="stop")]
 
 

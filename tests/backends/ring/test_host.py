@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kakeya.backends.engine.process import EngineProcess
+from kakeya.backends.ring import host as host_module
 from kakeya.backends.ring.canary_node import GroupChecks
 from kakeya.backends.ring.host import RankHost, RankOrder
 from kakeya.backends.ring.members import Memberships
@@ -185,8 +186,11 @@ async def test_a_wish_that_was_ended_here_gets_no_rank(tmp_path: Path) -> None:
     assert [report.is_ended for report in call.written] == [True]
 
 
-async def test_a_rank_that_died_before_its_group_ended_it_is_told_as_lost() -> None:
+async def test_a_rank_that_died_before_its_group_ended_it_is_told_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rank 0 may be faster: its ring broke, and it had the group end."""
+    monkeypatch.setattr(host_module, "_SEEN_S", 60.0)
     async with hosting() as (_, host), host.lent(order("a")) as rank:
         rank.process = process = await EngineProcess.start(
             "rank", lambda _: ("sleep", "600"), Path("none")
