@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from kakeya.cli.data_dir import add_data_dir, data_dir_of
 from kakeya.cli.node_api import KEY_VARIABLE, NodeApi, find_node
@@ -87,33 +87,39 @@ def service_logs(folder: Path) -> tuple[Path, ...]:
 
 def last_lines(file: Path, count: int) -> list[str]:
     """The last lines of a log file, and of the one before it where this one is short."""
+    with file.open("rb") as log:
+        return _last(log, file, count)
+
+
+def _last(log: BinaryIO, file: Path, count: int) -> list[str]:
+    """`last_lines` of an open file, which is left at the end of these lines."""
     before = file.with_name(file.name + ".1")
-    lines = _tail(file, count)
+    lines = _tail(log, count)
     if len(lines) < count and before.is_file():
-        lines = [*_tail(before, count - len(lines)), *lines]
+        with before.open("rb") as older:
+            lines = [*_tail(older, count - len(lines)), *lines]
     return lines
 
 
-def _tail(file: Path, count: int) -> list[str]:
+def _tail(log: BinaryIO, count: int) -> list[str]:
+    end = at = log.seek(0, os.SEEK_END)
     if count <= 0:
         return []
-    with file.open("rb") as log:
-        at, text = log.seek(0, os.SEEK_END), b""
-        while at > 0 and text.count(b"\n") <= count:
-            step = min(_BLOCK, at)
-            at -= step
-            log.seek(at)
-            text = log.read(step) + text
+    text = b""
+    while at > 0 and text.count(b"\n") <= count:
+        step = min(_BLOCK, at)
+        at -= step
+        log.seek(at)
+        text = log.read(step) + text
+    log.seek(end)
     return text.decode("utf-8", "replace").splitlines()[-count:]
 
 
 def follow(file: Path, count: int) -> Generator[str, None, None]:
     """The last lines of a log file and then each new one, also after the file was renamed."""
-    last = last_lines(file, count)
     log, rest = file.open("rb"), b""
-    log.seek(0, os.SEEK_END)
     try:
-        yield from last
+        yield from _last(log, file, count)
         while True:
             is_renamed = _is_renamed(file, log.fileno())  # before the read of its last lines
             *lines, rest = (rest + log.read()).split(b"\n")

@@ -18,12 +18,14 @@ from kakeya.fleet.gossip.service import CapabilityService, register
 from kakeya.fleet.gossip.sync import Sync
 from kakeya.fleet.identity.authority import authority_of, new_fleet
 from kakeya.fleet.identity.trust import FleetTrust
+from kakeya.fleet.liveness import duplicate_id
 from kakeya.fleet.liveness.duplicate_id import DuplicateIdWatch, answers_as, refuse_taken_id
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.wire.server.health import NodeHealth
 from kakeya.wire.tls import server_credentials
 from tests.fakes import FakeClock
 from tests.fleet.nodes import running_node
+from tests.waiting import LIMIT_S
 
 CLOCK = SystemClock()
 FOUNDER = new_fleet("mini-1", CLOCK.wall())
@@ -159,6 +161,13 @@ async def test_a_node_that_stops_asks_nobody_any_more() -> None:
         await asyncio.wait([asking])
         assert asking.cancelled()
     assert node.health.reason() == ""
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer is late on a busy machine."""
+    monkeypatch.setattr(duplicate_id, "_ASK_S", LIMIT_S)
+    monkeypatch.setattr(duplicate_id, "_LIMIT_S", LIMIT_S)
 
 
 async def test_a_start_is_refused_while_another_process_serves_under_the_id() -> None:

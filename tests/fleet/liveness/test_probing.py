@@ -365,7 +365,7 @@ async def test_a_hundred_requests_for_one_node_are_one_call_to_it() -> None:
 
 
 async def test_probing_many_nodes_for_others_has_an_end() -> None:
-    config = ProbeConfig(timeout_s=0.5, interval_s=60.0, allowance=3)
+    config = ProbeConfig(timeout_s=LIMIT_S, interval_s=60.0, allowance=3)
     async with probing_node("a", config=config, is_looking=False) as a:
         dead = await gone_node("dead")
         names = [f"n{i}" for i in range(10)]
