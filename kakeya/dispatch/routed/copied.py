@@ -14,6 +14,7 @@ whole copy; where there is none, this node holds it, for a client that only lost
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -49,7 +50,8 @@ FIRST_S = 0.5
 _MOST_TRIES = 3
 """Peers that are asked to hold a copy, before this node does."""
 _MOST_WHOLE = 6
-"""Times that one answer is sent from its beginning; two nodes may go on with it at once."""
+"""Times that peers are asked to hold one answer from its beginning; two nodes may go on with it at
+once."""
 
 
 _HOLDS_NONE = (NotFound, UnknownMethod, Denied)
@@ -183,6 +185,9 @@ class CopiedAnswer:
         self._held: int | None = None
         """Frames that the holder has; None = it has nothing."""
         self._whole_left = _MOST_WHOLE
+        self._again_mono = -math.inf
+        """When peers are asked again after none of them took the answer."""
+        self._is_forgotten = False
         self._changed = asyncio.Event()
         self._full = asyncio.Event()
         self._tried = asyncio.Event()
@@ -299,19 +304,20 @@ class CopiedAnswer:
         another does."""
         self._frames += self._new
         self._new, self._new_tokens = [], 0
-        held, is_here = self._held, self._holder is None
-        if held is not None and not is_here and await self._is_held_by(self._holder, held):
+        if self._held is not None and not self._is_forgotten:
+            await self._is_held_by(self._holder, self._held)
+        if self._is_forgotten or (self._held is not None and self._holder is not None):
             return
-        here = held if is_here else None
-        peers = self._copies.holders(self._copy.answer_id)[:_MOST_TRIES]
-        if self._whole_left > 0 and (peers or here is None):
+        here, now = self._held, self._copies.clock.mono()
+        if self._whole_left > 0 and now >= self._again_mono:
             self._whole_left -= 1
-            for peer in peers:
+            for peer in self._copies.holders(self._copy.answer_id)[:_MOST_TRIES]:
                 if await self._is_held_by(peer, 0):
                     return
-            await self._is_held_by(None, here or 0)
-        elif here is not None:
-            await self._is_held_by(None, here)
+            self._again_mono = now + 2.0 ** (_MOST_WHOLE - self._whole_left - 1)
+        self._holder, self._held = None, here
+        if here is None:
+            await self._is_held_by(None, 0)
 
     async def _is_held_by(self, peer: LivePeer | None, before: int) -> bool:
         """Send the frames behind the first `before` to a peer, None = this node."""
@@ -322,7 +328,7 @@ class CopiedAnswer:
             else:
                 await self._copies.peers.calls(peer).hold_answer(copy, before)
         except Conflict:  # its client had it forgotten
-            self._held, self._whole_left = None, 0
+            self._held, self._is_forgotten = None, True
             return True
         except KakeyaError as failure:
             self._held = None

@@ -183,8 +183,27 @@ async def test_a_copy_that_only_its_own_node_holds_goes_to_a_peer_as_soon_as_one
                 await until(lambda: fleet.held["front"].find("resp_1", "") is not None)
                 assert fleet.held["left"].find("resp_1", "") is None
                 fleet.fails.clear()
+                await fleet.clock.sleep(2.0)
     await until(lambda: fleet.held["left"].find("resp_1", "") is not None)
     assert count((await found(fleet, "left", got)).frames) == got
+
+
+async def test_a_copy_that_only_its_own_node_holds_goes_to_no_peer_once_it_was_deleted() -> None:
+    fleet = CopyFleet("front", "left")
+    fleet.fails["left"] = DeadlineExceeded("it is busy")
+    copies, copy = fleet.at("front"), new()
+    got = 0
+    async with aclosing(copies.begin(copy).decode(QuotedToy(), copy.request)) as frames:
+        async for frame in frames:
+            got += count([frame])
+            if got == 20:
+                await until(lambda: fleet.held["front"].find("resp_1", "") is not None)
+                fleet.fails.clear()
+                assert await copies.forget("resp_1", "")
+                await fleet.clock.sleep(2.0)
+    await until(lambda: not fleet.is_sending)
+    assert await sought(copies) is None
+    assert fleet.held["left"].find("resp_1", "") is None
 
 
 @pytest.mark.parametrize("kind", [UnknownMethod, Denied])
