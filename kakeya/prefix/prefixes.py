@@ -22,7 +22,6 @@ from typing import Self
 from weakref import WeakSet
 
 from kakeya.core.clock import Clock
-from kakeya.core.errors import InvalidArgument
 from kakeya.core.figures import Figure, Json
 from kakeya.core.tasks import Supervisor, TaskHealth, every
 from kakeya.generation.cuts import unmarked
@@ -182,11 +181,9 @@ class NodePrefixes:
 
     # --- prefixes that are looked after
 
-    async def named(self, facts: ModelFacts) -> None:
-        """Wait until the weights of a model have their name, without which no KV is kept."""
-        if facts.model_path and facts.weights_state:
-            with contextlib.suppress(InvalidArgument):  # a request finds the same, and says so
-                await self.names.weights(Path(facts.model_path), facts.weights_state)
+    async def has_name(self, facts: ModelFacts) -> bool:
+        """See `PrefixNames.is_ready`."""
+        return await self.names.is_ready(facts)
 
     def keep(
         self,

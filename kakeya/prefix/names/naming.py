@@ -43,6 +43,8 @@ _MOST_DIGEST_S = 1.0
 """How long a request waits at most until its model's weights have a digest."""
 _LEAST_DIGEST_S = 0.25
 """How long any request waits: small weights have a digest within that."""
+_MOST_WARM_S = 5.0
+"""How long the warming of a prompt, and all that waits behind it, waits for the same."""
 _TOKENS_PER_S = 100.0
 """Taken where prefill was not measured: that of 135 M weights on two cores."""
 _FILE_ENTRIES = 64
@@ -176,6 +178,15 @@ class PrefixNames:
             making = asyncio.ensure_future(self._digest(model, state))
             self._digests[state] = making
         return making
+
+    async def is_ready(self, facts: ModelFacts) -> bool:
+        """Whether the digest of a model's weights is made, without which no KV of it is kept; it is
+        waited for `_MOST_WARM_S` at most."""
+        if not facts.model_path or not facts.weights_state:
+            return True
+        making = self.weights(Path(facts.model_path), facts.weights_state)
+        done, _ = await asyncio.wait((making,), timeout=_MOST_WARM_S)
+        return bool(done)
 
     async def aclose(self) -> None:
         """Give up the digests that are being made."""

@@ -59,8 +59,9 @@ class KeptPrefixes(Protocol):
         """End a pin."""
         ...
 
-    async def named(self, facts: ModelFacts) -> None:
-        """Wait until the weights of a model have their name, without which no KV is kept."""
+    async def has_name(self, facts: ModelFacts) -> bool:
+        """Whether the weights of a model have their name, without which no KV of it is kept; it is
+        waited for some seconds."""
         ...
 
     def free_bytes(self) -> int:
@@ -182,7 +183,9 @@ class ModelSource:
         model = self._models.get(prefix.model_id, prefix.client)
         if isinstance(facts := await facts_at_hand(model), WarmReport):
             return facts
-        await self._prefixes.named(facts)
+        if not await self._prefixes.has_name(facts):
+            reason = f"the weights of {facts.model_id} are still read for the name of their KV"
+            return WarmReport(outcome=WarmOutcome.AWAY, reason=reason)
         async with aclosing(model.decode(request)) as frames:
             async for frame in frames:
                 if isinstance(frame, Done):

@@ -55,16 +55,14 @@ async def test_after_a_prewarm_the_first_request_computes_only_what_the_user_sai
 
 async def test_nothing_is_computed_before_the_weights_have_the_name_under_which_kv_is_kept():
     async with precache_world(StillClock()) as w:
-        w.pages.has_name.clear()
-        warming = asyncio.ensure_future(
-            w.precache.warm(await w.claim("room"), source_of(prompt_of(100, 1)))
-        )
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert w.precache._prewarmer.stats.running
+        w.pages.is_named = False
+        claim, source = await w.claim("room"), source_of(prompt_of(100, 1))
+        report = await w.precache.warm(claim, source)
+        assert report.outcome is WarmOutcome.AWAY
+        assert "weights of toy are still read" in report.reason
         assert not w.warmed
-        w.pages.has_name.set()
-        assert (await warming).warmed.computed == 99
+        w.pages.is_named = True
+        assert (await w.precache.warm(claim, source)).warmed.computed == 99
 
 
 async def test_a_conversation_that_is_opened_again_finds_what_was_lost_meanwhile():

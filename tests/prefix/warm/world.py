@@ -49,10 +49,7 @@ class Pages:
     kept: dict[tuple[str, str, tuple[int, ...]], Retention] = field(default_factory=dict)
     pinned: dict[str, tuple[str, str, tuple[int, ...]]] = field(default_factory=dict)
     classes: list[BlockClass] = field(default_factory=list)
-    has_name: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.has_name.set()
+    is_named: bool = True
 
     def add(self, model_id: str, adapter_id: str, tokens: Sequence[int]) -> None:
         for end in [*range(BLOCK, len(tokens) + 1, BLOCK), len(tokens)]:
@@ -67,8 +64,8 @@ class Pages:
             length += BLOCK
         return min(length, len(due))
 
-    async def named(self, facts: ModelFacts) -> None:
-        await self.has_name.wait()
+    async def has_name(self, facts: ModelFacts) -> bool:
+        return self.is_named
 
     def keep(self, model_id, adapter_id, token_ids, retention, *, block_class, pin="") -> int:
         found = self.find(model_id, adapter_id, token_ids)
