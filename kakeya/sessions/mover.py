@@ -264,7 +264,8 @@ class SessionMover:
 
     async def bring(self, session_id: str) -> None:
         """Have a session here, if any node has it. Raises the errors of its model, Conflict while
-        an operation runs on it elsewhere, PeerUnavailable where this node begins nothing."""
+        an operation runs on it elsewhere, DeadlineExceeded where a node that may have it is late
+        twice, PeerUnavailable where this node begins nothing."""
         while (session := self._store.find(session_id)) is not None:
             if session.operation != MOVING:
                 return
@@ -309,11 +310,13 @@ class SessionMover:
                 peer, moved = min(found, key=lambda one: one[1].idle_s)
                 if await self._is_taken(peer, moved):
                     return
-            # A node that is late may have it as well as one where an operation runs on it.
-            unsure = (one for one in answers if isinstance(one, Conflict | DeadlineExceeded))
-            busy = next(unsure, None)
+            busy = next((one for one in answers if isinstance(one, Conflict)), None)
+            late = next((one for one in answers if isinstance(one, DeadlineExceeded)), None)
             if busy is None and not found:
-                return
+                if late is None:
+                    return
+                if left < _TRIES - 1:  # it may be there, and a second time none can tell
+                    raise late
             if not left:
                 raise busy or Conflict(f"session {session_id} is on its way to another node")
             await self._clock.sleep(_AGAIN_S)
