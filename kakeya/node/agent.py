@@ -519,9 +519,11 @@ class Agent:
         self._health.drain()
         farewell = asyncio.ensure_future(self._plane.gossip.farewell(GRACE_S))
         parts = (closing, self._http.stop(GRACE_S), self._keeper.flush(), self._on_demand.aclose())
-        faults = await asyncio.gather(*parts, return_exceptions=True)
+        faults: list[object] = [*await asyncio.gather(*parts, return_exceptions=True)]
         await asyncio.wait((farewell,), timeout=_FAREWELL_S)
-        farewell.cancel()
+        if farewell.cancel():
+            event(_log, "not all peers heard the farewell")
+        faults += await asyncio.gather(farewell, return_exceptions=True)
         await self._services.mover.settled()
         for fault in faults:
             if isinstance(fault, Exception):

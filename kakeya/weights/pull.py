@@ -81,7 +81,7 @@ class Pull:
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._failure: KakeyaError | None = None
         self._last_failure, self._failed_mono = "", 0.0
-        """Of a source, since the last piece."""
+        """Of a source, since the beginning of the last piece that came."""
         self._wake = asyncio.Event()
         self._given_up = threading.Event()
         self._news = asyncio.Event()

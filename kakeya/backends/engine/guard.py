@@ -153,7 +153,8 @@ class Growth:
 
 @dataclass(slots=True, eq=False)
 class GuardedEngine:
-    """One engine under guard. The loop sets `allowance`, the thread all below it."""
+    """One engine under guard. The loop sets `allowance`, the thread all below it; the loop sets
+    `guarded_bytes` too, of an engine that is silent."""
 
     key: ResidentKey
     lease: GuardedLease
@@ -309,8 +310,7 @@ class EngineGuard:
         finally:
             engine.is_asked = False
         if not is_alive and pid is not None and pid != engine.killed:
-            occupied = await asyncio.to_thread(self._resident, pid)
-            engine.guarded_bytes = occupied or 0  # it may have shrunk since the last look
+            engine.guarded_bytes = self._resident(pid) or 0  # it may have shrunk meanwhile
         self.tell(engine)
         why = self._excess(engine)
         if not is_alive and why and pid is not None and engine in self._engines:

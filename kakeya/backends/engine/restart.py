@@ -32,11 +32,11 @@ class Exit:
             how = f"signal {_signal_name(-self.returncode)}"
         else:
             how = f"exit code {self.returncode}"
-        # With any other end, the child was faster than the agent's signal.
         if self.cause and self.returncode in (-signal.SIGTERM, -signal.SIGKILL):
             return f"{how}, sent because it {self.cause}"
         if self.cause and self.returncode == 0:
             return f"{how}, asked for because it {self.cause}"
+        # With any other end, the child may have been faster than the agent's signal.
         # Only a process that signals itself writes a line about it before. After any other signal,
         # and after an orderly end, the last line is about another subject.
         if self.last_line and (self.returncode > 0 or self.returncode == -signal.SIGABRT):

@@ -67,8 +67,8 @@ class LentRank:
         await self._peer.start_rank(self._order, hosts)
 
     async def end(self) -> None:
-        """End it, once; its memory has been given back and its fault is known, or it cannot be
-        reached."""
+        """End it, once; its memory has been given back, or it cannot be reached. Its fault is known
+        where the report comes within `_FAULT_S`."""
         if not self._is_ended:
             self._is_ended = True
             with contextlib.suppress(KakeyaError):

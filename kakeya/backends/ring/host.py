@@ -124,7 +124,9 @@ class HostedRank:
             patience_s = _SEEN_S if leaves else 0.0
             if self.process is not None and await self.process.has_exited_within(patience_s):
                 ended = await self.process.exited()
-                raise PeerUnavailable(f"rank {self.order.rank} ended by {ended.describe()}")
+                # A rank whose rank 0 is gone ends itself: only a kill is a fault of its own then.
+                if not leaves or ended.returncode < 0:
+                    raise PeerUnavailable(f"rank {self.order.rank} ended by {ended.describe()}")
             if leaves:
                 return
 

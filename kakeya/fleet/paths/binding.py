@@ -26,8 +26,8 @@ _EVERYWHERE = ("0.0.0.0", "::")
 class Binding:
     """Hosts to listen on with one port; 0 = the system chooses it for the first host.
 
-    `network` hosts come first; `is_encrypted` holds for them, loopback is plain. With
-    `follows_interfaces` the network hosts change when cables do.
+    `network` hosts come first, and loopback does with `follows_interfaces`, where the network hosts
+    change when cables do. `is_encrypted` holds for network hosts, loopback is plain.
     """
 
     port: int
