@@ -279,19 +279,16 @@ async def test_gossip_goes_on_while_the_node_generates_at_full_speed(tmp_path: P
 
 @alone
 async def test_the_work_of_a_killed_client_ends_at_once(tmp_path: Path) -> None:
-    """Row 26: 0.1 s on a quiet machine, and the time that it takes to ask; the best of three."""
-    seconds: list[float] = []
+    """Row 26: 0.1 s on a quiet machine, and the time that it takes to ask."""
     async with verifier_node(tmp_path) as node:
-        while not seconds or (min(seconds) > 0.6 and len(seconds) < 3):
-            async with generating_clients(node.grpc, 2) as clients:
-                assert model_state(node, VERIFIER)["running"] == 2
-                clients.kill()
-                killed_mono = time.monotonic()
-                await eventually(
-                    "it ends", lambda: model_state(node, VERIFIER)["running"] == 0, every_s=0.01
-                )
-                seconds.append(time.monotonic() - killed_mono)
-        assert min(seconds) <= 0.6
+        async with generating_clients(node.grpc, 2) as clients:
+            assert model_state(node, VERIFIER)["running"] == 2
+            clients.kill()
+            killed_mono = time.monotonic()
+            await eventually(
+                "nothing runs", lambda: model_state(node, VERIFIER)["running"] == 0, every_s=0.01
+            )
+            assert time.monotonic() - killed_mono <= 0.6
         async with generating_clients(node.grpc, 1):
             pass
         assert "Traceback" not in node.log_file.read_text()

@@ -16,7 +16,12 @@ from kakeya.decoding.draft.decoder import Decoding
 from kakeya.decoding.draft.proposer import Proposer
 from kakeya.decoding.library.speculative import DistributedSpeculativeDecoder, SpeculativeDecoder
 from kakeya.decoding.ngram.ngram import NGramProposer
-from kakeya.decoding.remote.remote import RemoteDraftBook, RemoteProposer, RemoteProposerError
+from kakeya.decoding.remote.remote import (
+    PROPOSAL_TIMEOUT_S,
+    RemoteDraftBook,
+    RemoteProposer,
+    RemoteProposerError,
+)
 from kakeya.decoding.serve.service import ProposerService
 from tests.decoding.remote.test_stream import PATIENCE_S, connected
 from tests.decoding.servers import PlainServicer, child_server, plain_server, serving
@@ -379,9 +384,10 @@ def test_a_proposer_server_killed_mid_generation_changes_no_token(connect, param
 
     A killed process breaks its connection at once, so most of the timeout is left for the machine.
     """
+    timeout_s = PROPOSAL_TIMEOUT_S
     expected = HashModel(params, order=1).plain(PROMPT, 300)
     with child_server() as (child, address):
-        remote = connect(address, "ngram")
+        remote = connect(address, "ngram", timeout_s=timeout_s)
         model = HashModel(params, order=1)
         decoder = SpeculativeDecoder(model, remote, context_tokens=999)
         out, longest = [], 0.0
@@ -399,8 +405,8 @@ def test_a_proposer_server_killed_mid_generation_changes_no_token(connect, param
             out.append(token)
     assert out == expected
     assert decoder.stats.accepted > 0
-    assert "UNAVAILABLE" in decoder.stats.first_failure
-    assert longest <= remote.timeout_s
+    assert decoder.stats.failures > 0
+    assert longest <= timeout_s
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> bool:
