@@ -110,15 +110,15 @@ class PanicCare:
 
     async def begin(self, model_id: str) -> None:
         """Write down that a model is about to be loaded."""
-        self._begun.add(model_id)
         async with self._writing:
+            self._begun.add(model_id)
             await asyncio.to_thread(self._file.begin, model_id, self._clock.wall())
 
     async def end(self, model_id: str) -> None:
         """Write down that a model has left memory."""
         async with self._writing:
             await asyncio.to_thread(self._file.end, model_id, self._clock.wall())
-        self._begun.discard(model_id)
+            self._begun.discard(model_id)
 
     async def aclose(self) -> None:
         """Write down that all models have left memory, those that were ended by force too."""
