@@ -182,8 +182,8 @@ class NodePrefixes:
     # --- prefixes that are looked after
 
     async def has_name(self, facts: ModelFacts) -> bool:
-        """See `PrefixNames.is_ready`."""
-        return await self.names.is_ready(facts)
+        """See `PrefixNames.has_name`."""
+        return await self.names.has_name(facts)
 
     def keep(
         self,

@@ -179,8 +179,8 @@ class PrefixNames:
             self._digests[state] = making
         return making
 
-    async def is_ready(self, facts: ModelFacts) -> bool:
-        """Whether the digest of a model's weights is made, without which no KV of it is kept; it is
+    async def has_name(self, facts: ModelFacts) -> bool:
+        """Whether a model's weights have their digest, without which no KV of it is kept; it is
         waited for `_MOST_WARM_S` at most."""
         if not facts.model_path or not facts.weights_state:
             return True

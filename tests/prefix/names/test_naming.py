@@ -129,11 +129,11 @@ async def test_a_request_waits_for_a_digest_no_longer_than_its_prefill_takes(
     names = PrefixNames(no_adapter)
     facts = replace(await facts_of(model(tmp_path / "m")), prefill_tokens_per_second=rate)
     assert await names.find(facts, 1, "", tokens=tokens) is None
-    warming = asyncio.create_task(names.is_ready(facts))  # one that is cut off ends no digest
+    warming = asyncio.create_task(names.has_name(facts))  # one that is cut off ends no digest
     await asyncio.wait((warming,), timeout=0.01)
     warming.cancel()
     await asyncio.gather(warming, return_exceptions=True)
     may_end.set()
     assert await names.find(facts, 1, "") is not None
-    assert await names.is_ready(facts)
+    assert await names.has_name(facts)
     await names.aclose()
