@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -171,11 +171,14 @@ async def test_without_peers_the_node_holds_its_copies_itself() -> None:
     assert count((await found(fleet, "front", len(got))).frames) >= 10
 
 
-async def test_a_copy_that_only_its_own_node_holds_goes_to_a_peer_as_soon_as_one_answers() -> None:
-    fleet = CopyFleet("front", "left")
+async def held_at_its_own_node(
+    fleet: CopyFleet, copies: AnswerCopies, then: Callable[[], Awaitable[object]]
+) -> int:
+    """Make an answer whose peer is late at first; `then` runs in the middle of it, when the peer
+    is there and is due to be asked again. How many tokens there are."""
     fleet.fails["left"] = DeadlineExceeded("it is busy")
-    copies, copy = fleet.at("front"), new()
-    got = 0
+    copy, got = new(), 0
+    assert copy.request is not None
     async with aclosing(copies.begin(copy).decode(QuotedToy(), copy.request)) as frames:
         async for frame in frames:
             got += count([frame])
@@ -183,24 +186,22 @@ async def test_a_copy_that_only_its_own_node_holds_goes_to_a_peer_as_soon_as_one
                 await until(lambda: fleet.held["front"].find("resp_1", "") is not None)
                 assert fleet.held["left"].find("resp_1", "") is None
                 fleet.fails.clear()
+                await then()
                 await fleet.clock.sleep(2.0)
+    return got
+
+
+async def test_a_copy_that_only_its_own_node_holds_goes_to_a_peer_as_soon_as_one_answers() -> None:
+    fleet = CopyFleet("front", "left")
+    got = await held_at_its_own_node(fleet, fleet.at("front"), lambda: asyncio.sleep(0))
     await until(lambda: fleet.held["left"].find("resp_1", "") is not None)
     assert count((await found(fleet, "left", got)).frames) == got
 
 
 async def test_a_copy_that_only_its_own_node_holds_goes_to_no_peer_once_it_was_deleted() -> None:
     fleet = CopyFleet("front", "left")
-    fleet.fails["left"] = DeadlineExceeded("it is busy")
-    copies, copy = fleet.at("front"), new()
-    got = 0
-    async with aclosing(copies.begin(copy).decode(QuotedToy(), copy.request)) as frames:
-        async for frame in frames:
-            got += count([frame])
-            if got == 20:
-                await until(lambda: fleet.held["front"].find("resp_1", "") is not None)
-                fleet.fails.clear()
-                assert await copies.forget("resp_1", "")
-                await fleet.clock.sleep(2.0)
+    copies = fleet.at("front")
+    await held_at_its_own_node(fleet, copies, lambda: copies.forget("resp_1", ""))
     await until(lambda: not fleet.is_sending)
     assert await sought(copies) is None
     assert fleet.held["left"].find("resp_1", "") is None
