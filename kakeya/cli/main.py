@@ -131,6 +131,26 @@ def _ask(node: NodeApi, options: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Takes options between the words of a command, too, which argparse takes in no optional word.
+
+    `jobs show --data-dir DIR JOB`: argparse gives all optional words their defaults at `show`.
+    """
+
+    _is_between = False
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's own, which `parse_known_intermixed_args` calls once for each kind."""
+        optional = any(action.nargs in ("?", "*") for action in self._get_positional_actions())
+        if self._is_between or not optional:
+            return super().parse_known_args(args, namespace)
+        self._is_between = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_between = False
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"kakeya: {message}; see {self.prog} --help\n")
 

@@ -47,6 +47,8 @@ async def test_jobs_are_listed_shown_and_cancelled(capsys: pytest.CaptureFixture
         await until(lambda: Reranker.begun)
         assert (await said("list")).startswith(f"{job_id}  capability of ")
         assert "running" in await said("show", job_id)
+        assert await asyncio.to_thread(main, ["jobs", "show", *at, job_id]) == 0
+        assert "running" in capsys.readouterr().out
         assert "cancelled" in await said("cancel", job_id)
         assert json.loads(await said("show", job_id, "--json"))["state"] == "cancelled"
         assert await asyncio.to_thread(main, ["jobs", "show", "job_x", *at]) == 1

@@ -401,7 +401,9 @@ class EngineWatch:
         watched.steps[what] += 1
         watched.last_reason = reason
         model = watched.key.model_key
-        event(_log, f"engine: {what}", level=logging.WARNING, model=model, reason=reason)
+        # A little above its lease is usual: an estimate met what a model really takes.
+        level = logging.INFO if what == "shrink" else logging.WARNING
+        event(_log, f"engine: {what}", level=level, model=model, reason=reason)
 
     def _has_room_for(self, size: int) -> bool:
         ledger = self._arbiter.status()

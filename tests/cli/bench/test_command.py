@@ -62,7 +62,7 @@ async def test_a_report_is_shown_kept_and_compared(tmp_path: Path, capsys) -> No
     assert capsys.readouterr().out == shown.out
     assert await bench("show", "--json", *data) == 0
     assert json.loads(capsys.readouterr().out) == named
-    assert await bench(*data, "compare", str(first), second.name) == 0
+    assert await bench("compare", *data, str(first), second.name) == 0
     told = capsys.readouterr().out
     assert "other settings: rounds" in told
     assert "verifying 8 tokens              3.00      3.00 ms        x 1.00" in told
