@@ -65,6 +65,7 @@ async def test_its_parent_hears_how_it_ended(number: signal.Signals) -> None:
         assert await child.wait() == -number
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
     client = fork_server.Client()
     request = {

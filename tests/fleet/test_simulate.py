@@ -31,6 +31,7 @@ def _simulate(*options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_outcomes_are_printed_for_machines_and_can_be_shown_again() -> None:
     lines = _simulate("--loss", "0.1", "--seeds", "2", "--partition", "200", "--json")
     outcomes = [Outcome.from_line(line) for line in lines.splitlines()]
@@ -43,6 +44,7 @@ def test_outcomes_are_printed_for_machines_and_can_be_shown_again() -> None:
     assert table(outcomes).row_count == 4
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "plot.png"
     shown = _simulate("--loss", "0", "--seeds", "1", "--no-controls", "--plot", str(picture))

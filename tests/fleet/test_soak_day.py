@@ -45,6 +45,7 @@ def test_the_same_seed_gives_the_same_hour() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_a_fleet_that_shows_the_dead_fails() -> None:
     assert "virtual: no resurrection" in _hour([], Haunted)
 

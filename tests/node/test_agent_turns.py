@@ -67,13 +67,8 @@ async def test_a_prompt_of_token_ids_is_found_to_the_token(tmp_path: Path) -> No
     assert cached[0] < cached[690] == 689
 
 
-@pytest.mark.parametrize(
-    "recording",
-    [
-        pytest.param(one, id=one.program, marks=[] if one is RECORDINGS[-1] else pytest.mark.slow)
-        for one in RECORDINGS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording.program)
 async def test_two_turns_of_an_agent_program(recording: Recording, tmp_path: Path, capsys) -> None:
     config = tmp_path / "node.toml"
     config.write_text(CONFIG)

@@ -75,6 +75,7 @@ async def test_drafts_change_no_word(node: NodeProcess) -> None:
     assert drafted["usage"]["kakeya"]["accepted"] > 0
 
 
+@pytest.mark.slow
 async def test_greedy_tokens_are_those_of_mlx_lm(node: NodeProcess, real_model: Path) -> None:
     prompt, theirs = await asyncio.to_thread(tokens_of_mlx_lm, real_model, 8)
     async with Client(node.grpc) as client, await client.create_session() as session:

@@ -154,9 +154,9 @@ async def test_a_group_serves_the_whole_fleet_and_comes_back_in_the_middle_of_an
     addresses = [seen_by(fleet.front)[name]["ring_address"] for name in ("left", "right")]
     assert ring_path_available(*addresses), addresses
 
-    whole = await fleet.text(VERIFIER, 200)
+    whole = await fleet.text(VERIFIER, 80)
     parts, pids, restarts = [], fleet.pids(), fleet.led()["restarts"]
-    async for part in fleet.stream(200):
+    async for part in fleet.stream(80):
         parts.append(part)
         if len(parts) == 3:
             os.kill(pids[1], signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,12 @@ def _is_stub(owner: ast.expr) -> bool:
 def test_no_call_of_this_package_waits_for_ever() -> None:
     calls = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        if "v1" in path.parts:
+        source = path.read_text()
+        # Without one of these words no call is `outgoing`, and parsing takes most of the time.
+        if "v1" in path.parts or not re.search(r"stub|(unary|stream)_(unary|stream)", source, re.I):
             continue
         file = str(path.relative_to(PACKAGE))
-        calls += [(file, line, name, bound) for line, name, bound in outgoing(path.read_text())]
+        calls += [(file, line, name, bound) for line, name, bound in outgoing(source)]
     assert len(calls) >= 10, "the calls that are known to exist are seen"
     unbounded = [
         f"{file}:{line} {name}"
