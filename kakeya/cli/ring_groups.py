@@ -191,6 +191,9 @@ def _status(folder: Path, *, as_json: bool) -> int:
         timeout_s=_LIST_S,
     )
     groups = json.loads(reply.groups_json)
+    if reply.silent:
+        silent = printable(", ".join(reply.silent))
+        print(f"kakeya: no answer from {silent}: what is led there is missing", file=sys.stderr)
     if as_json:
         print(json.dumps(groups))
     elif groups:

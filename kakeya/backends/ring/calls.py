@@ -229,18 +229,20 @@ class RingPeers:
                 found.append(self.get(str(card.node_id)))
         return found
 
-    async def groups(self) -> Sequence[Json]:
-        """The groups of all other nodes; of one that does not answer, none."""
+    async def groups(self) -> tuple[list[Json], list[str]]:
+        """The groups of all other nodes, and the names of those that do not answer."""
+        silent: list[str] = []
 
         async def ask(peer: RingPeer) -> Sequence[Json]:
             try:
                 return await peer.groups()
             except KakeyaError as failure:
                 event(_log, "no answer about ring groups", node=peer.label, error=failure.message)
+                silent.append(peer.label)
                 return ()
 
         answers = await asyncio.gather(*map(ask, self.all()))
-        return [group for answer in answers for group in answer]
+        return [group for answer in answers for group in answer], sorted(silent)
 
     def _cards(self) -> Sequence[Card]:
         return self._registry.snapshot(mono=self._clock.mono())

@@ -191,7 +191,7 @@ class RingGroups:
         if group is not None:
             await self._drop(group)
             return ""
-        others = () if is_for_leader else await self._peers.groups()
+        others = [] if is_for_leader else (await self._peers.groups())[0]
         leaders = {str(one["name"]): str(one["leader"]) for one in others}
         if name in leaders:
             note = await self._peers.get(leaders[name]).end_group(name)
@@ -232,10 +232,11 @@ class RingGroups:
             "group, it ends it once it is back and asks for its ranks"
         )
 
-    async def groups(self, *, is_for_fleet: bool) -> Sequence[Json]:
-        """The groups that this node leads, or that all live nodes lead."""
-        own = self.status()
-        return own if not is_for_fleet else [*own, *await self._peers.groups()]
+    async def groups(self, *, is_for_fleet: bool) -> tuple[list[Json], list[str]]:
+        """The groups that this node leads, or that all live nodes lead, and the names of those
+        that do not answer."""
+        others, silent = await self._peers.groups() if is_for_fleet else ([], [])
+        return [*self.status(), *others], silent
 
     def status(self) -> list[Json]:
         """The groups that this node leads."""

@@ -125,8 +125,8 @@ class RingService(RingServiceServicer):
     ) -> pb.ListGroupsResponse:
         """List groups."""
         async with errors_end(context):
-            found = await self._groups.groups(is_for_fleet=request.is_for_fleet)
-            return pb.ListGroupsResponse(groups_json=json.dumps(list(found)).encode())
+            found, silent = await self._groups.groups(is_for_fleet=request.is_for_fleet)
+            return pb.ListGroupsResponse(groups_json=json.dumps(found).encode(), silent=silent)
         raise AssertionError("abort returned")
 
     def _refuse_new(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import grpc.aio
 import pytest
 
 from kakeya.backends.ring import calls
-from kakeya.backends.ring.calls import RingPeer
+from kakeya.backends.ring.calls import RingPeer, RingPeers
 from kakeya.backends.ring.host import RankOrder
 from kakeya.backends.ring.spec import RingSeat, RingSpec
 from kakeya.core.errors import PeerUnavailable
@@ -46,20 +47,61 @@ class LateReport(RingServiceServicer):
         return pb.EndRankResponse()
 
 
+class Lists(RingServiceServicer):
+    """A node with one group, which tells of it only where it is not frozen."""
+
+    def __init__(self, *, is_frozen: bool) -> None:
+        self._is_frozen = is_frozen
+
+    async def ListGroups(
+        self, request: pb.ListGroupsRequest, context: Any
+    ) -> pb.ListGroupsResponse:
+        if self._is_frozen:
+            await asyncio.Event().wait()
+        return pb.ListGroupsResponse(groups_json=b'[{"name": "big"}]')
+
+
+class Known(RingPeers):
+    """Other nodes without cards."""
+
+    def __init__(self, *peers: RingPeer) -> None:
+        self._peers = peers
+
+    def all(self) -> Sequence[RingPeer]:
+        return self._peers
+
+
+@asynccontextmanager
+async def serving(path: Path, servicer: RingServiceServicer) -> AsyncIterator[RingPeer]:
+    """A node that is called by the name of its socket."""
+    server = grpc.aio.server()
+    server.add_insecure_port(f"unix:{path}")
+    add_RingServiceServicer_to_server(cast(Any, servicer), server)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            yield RingPeer(channel, path.name, path.name, "127.0.0.1")
+    finally:
+        await server.stop(None)
+
+
 async def test_the_fault_of_a_rank_is_known_at_its_end_when_it_comes_behind_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "_FAULT_S", 60.0)
-    server = grpc.aio.server()
-    address = f"unix:{tmp_path}/ring"
-    server.add_insecure_port(address)
-    add_RingServiceServicer_to_server(cast(Any, LateReport)(), server)
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(address) as channel:
-            peer = RingPeer(channel, "right", "right", "127.0.0.1")
-            async with peer.lent(ORDER) as rank:
-                await rank.end()
-                assert rank.fault == "rank 1 is lost: right: rank 1 ended by signal SIGKILL"
-    finally:
-        await server.stop(None)
+    async with serving(tmp_path / "right", LateReport()) as peer, peer.lent(ORDER) as rank:
+        await rank.end()
+        assert rank.fault == "rank 1 is lost: right: rank 1 ended by signal SIGKILL"
+
+
+async def test_a_node_that_does_not_tell_its_groups_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "_LIST_S", 1.0)
+    async with (
+        serving(tmp_path / "left", Lists(is_frozen=False)) as left,
+        serving(tmp_path / "right", Lists(is_frozen=True)) as right,
+    ):
+        found, silent = await Known(left, right).groups()
+        assert "right" in silent
+        assert {"name": "big"} in found or "left" in silent  # it is late on a starved machine

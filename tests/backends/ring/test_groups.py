@@ -108,8 +108,8 @@ class Peers:
     def are_live(self, nodes: Sequence[str]) -> bool:
         return not set(self.away) & set(nodes)
 
-    async def groups(self) -> Sequence[object]:
-        return ()
+    async def groups(self) -> tuple[list[object], list[str]]:
+        return [], []
 
     def all(self) -> Sequence[object]:
         return tuple(self.others)
