@@ -6,6 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+import pytest
+
 from kakeya.backends.sizes import lease_sizes
 from kakeya.core.units import GIB, MIB
 from kakeya.generation.spec import EMBEDDED_FOLDER
@@ -28,6 +30,7 @@ def text_bytes() -> int:
     return known[VERIFIER].bytes
 
 
+@pytest.mark.slow
 async def test_an_idle_text_model_goes_for_a_cold_adapter_of_another(tmp_path: Path) -> None:
     """Both fit by themselves, and less than a slab is free; the answer waits, and comes."""
     lent = await asyncio.to_thread(text_bytes)

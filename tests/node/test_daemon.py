@@ -333,6 +333,7 @@ def middle() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.slow
 async def test_a_copy_of_a_node_gives_way_and_both_say_why(tmp_path: Path, middle: str) -> None:
     """A disk was copied; the node that was there first goes on."""
     first_folder, copy_folder = tmp_path / "first", tmp_path / "copy"

@@ -164,6 +164,7 @@ async def test_a_node_that_only_drafts_has_others_decode(
     assert await generate(drafter, "off") == await generate(verifier, "off")
 
 
+@pytest.mark.slow
 async def test_a_node_that_drafts_answers_its_clients_by_its_own_drafts_and_a_verifier_elsewhere(
     verifier: NodeProcess, drafter: NodeProcess
 ) -> None:

@@ -77,6 +77,7 @@ async def until_it_runs(http: httpx.AsyncClient, job_id: str) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_jobs_outlive_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site, go = tmp_path / "site", tmp_path / "go"
     await asyncio.to_thread(write_distribution, site)

@@ -246,6 +246,7 @@ async def test_a_model_that_was_swapped_out_finds_its_prompts_when_it_comes_back
         assert model_state(node, OTHER)["state"] == "unloaded"
 
 
+@pytest.mark.slow
 async def test_a_stream_that_waits_says_the_place_of_its_model_in_line(tmp_path: Path) -> None:
     async with two_texts(tmp_path, 500) as node:
         held = asyncio.create_task(ask(node, VERIFIER, stream=True, max_tokens=6000))

@@ -7,6 +7,8 @@ import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
+
 from kakeya.node.datadir import is_left
 from kakeya.sessions.client import Client, ClientSession
 from tests.node.nodes import replaceable, run_cli, successor
@@ -26,6 +28,7 @@ async def undisturbed(address: str) -> list[list[int]]:
         return [await turn(session, more) for more in TURNS]
 
 
+@pytest.mark.slow
 async def test_a_session_goes_on_at_a_peer_and_at_the_node_that_replaces_its_own(
     tmp_path: Path,
 ) -> None:

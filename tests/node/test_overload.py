@@ -183,6 +183,7 @@ async def longest_waits(folder: Path, model: Path) -> tuple[float, float]:
     return max(watched.seconds), max(control.seconds)
 
 
+@pytest.mark.slow
 @alone
 async def test_loading_a_gibibyte_holds_no_call_of_the_agent_up(tmp_path: Path) -> None:
     """Row 22: at most 50 ms, beyond what the machine itself does to the other node. What loading

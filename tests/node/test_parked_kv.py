@@ -101,6 +101,7 @@ class Batch:
         raise AssertionError("it was never set aside")
 
 
+@pytest.mark.slow
 async def test_it_goes_on_from_there_and_nothing_is_computed_again(world, caplog):
     caplog.set_level(logging.INFO)
     batch = Batch(world, 1)

@@ -67,6 +67,7 @@ async def test_a_second_turn_computes_only_what_is_new(node: NodeProcess) -> Non
     assert usage["prompt_tokens_details"]["cached_tokens"] >= first_turn
 
 
+@pytest.mark.slow
 async def test_drafts_change_no_word(node: NodeProcess) -> None:
     body = {"prompt": LIST, "temperature": 0, "max_tokens": 12}
     plain = await ask(node, "/v1/completions", **body, draft_policy="off")

@@ -50,6 +50,7 @@ async def answer(model: EngineBackend, request: DecodeRequest, kill_at: int = 0)
     raise AssertionError("no end")
 
 
+@pytest.mark.slow
 async def test_a_grammar_is_followed_over_a_death_and_a_refused_one_hurts_no_other():
     async with EngineBackend("tiny", command) as model:
         tokens, done = await answer(model, FOLLOWED)

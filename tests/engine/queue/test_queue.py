@@ -312,7 +312,7 @@ def waits_s(told: list[Told], every_s: float) -> list[float]:
     return [one.at_s[0] - (1.0 + every_s * at) for at, one in enumerate(told)]
 
 
-@pytest.mark.parametrize("priority", [4, 5])
+@pytest.mark.parametrize("priority", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_an_urgent_request_does_not_wait_for_a_less_urgent_holder(priority: int) -> None:
     rig = VirtualRig(places=8, kv_bytes=12 * BLOCK)
     for at in range(18):
@@ -337,7 +337,7 @@ def test_an_urgent_request_does_not_wait_for_a_less_urgent_holder(priority: int)
     assert all(one.tokens == expected(one.job.token_ids, 2) for one in urgent)
 
 
-@pytest.mark.parametrize("priority", [2, 4])
+@pytest.mark.parametrize("priority", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_holder_gets_its_turn_though_urgent_requests_never_end(priority: int) -> None:
     """Together they always take more than it leaves them, and none of them waits for long."""
     rig = VirtualRig(places=8, kv_bytes=12 * BLOCK)

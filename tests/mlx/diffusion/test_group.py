@@ -17,6 +17,7 @@ from tests.mlx.ring.rig import LAUNCH, START_S, free_ports, launch
 from tests.test_docs import programs
 
 
+@pytest.mark.slow
 def test_states_and_drafts_travel_by_send_and_recv_and_change_no_token(tmp_path: Path) -> None:
     verifier = write_model(tmp_path / "v", "llama")
     drafter = write_drafter(tmp_path / "d", verifier_hidden_size=64, vocab_size=96)

@@ -70,6 +70,7 @@ def test_drafts_change_nothing(one: Served, two: Served) -> None:
     assert two.decode(prompt, TOKENS, draft_sources=ngram) == one.decode(prompt, TOKENS)
 
 
+@pytest.mark.slow
 def test_a_kept_prefix_is_used_again(one: Served, two: Served) -> None:
     first = two.decode(PROMPTS[0], TOKENS, kv_key="chat")
     longer = [*PROMPTS[0], *first, 3, 4, 5]
