@@ -44,7 +44,9 @@ MAX_SIGHTINGS = 256
 MAX_ADDRESSES = 2
 """Most addresses of one instance, those on an own link first: one is enough, the card names all."""
 _MAX_LOOKUPS = 64
-_LOOKUP_MS = 1500
+_LOOKUPS_MS = (1500, 3000, 6000, 12_000)
+"""How long each look at an announced name may take, one after the other. A Wi-Fi network loses some
+of them, and zeroconf tells of a name again only when it has expired."""
 _RETRY_S = 30.0
 _LOOK_S = 600.0
 """Between two looks at whether multicast may be sent: a permission can be taken away."""
@@ -274,7 +276,10 @@ class Discovery:
         from zeroconf.asyncio import AsyncServiceInfo
 
         info = AsyncServiceInfo(SERVICE, name)
-        if not await info.async_request(zeroconf, _LOOKUP_MS):
+        for limit_ms in _LOOKUPS_MS:
+            if await info.async_request(zeroconf, limit_ms):
+                break
+        else:
             self._ignored += 1
             return
         fleet = (info.properties or {}).get(b"fleet") or b""

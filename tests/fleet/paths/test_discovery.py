@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from zeroconf import IPVersion
@@ -260,6 +261,21 @@ async def test_a_flood_of_names_is_bounded() -> None:
 
 class _Added:
     name = "Added"
+
+
+async def test_a_name_whose_answers_were_lost_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    really, asked = AsyncServiceInfo.async_request, []
+
+    async def lossy(info: AsyncServiceInfo, *how: Any) -> bool:
+        asked.append(info.name)
+        return asked.count(info.name) > 2 and await really(info, *how)
+
+    monkeypatch.setattr(AsyncServiceInfo, "async_request", lossy)
+    async with discovering() as discovery, responder() as other:
+        await announce(other, instance(f"{MARK}-0001", port=1001))
+        await until(lambda: discovery.sightings() == {"127.0.0.1:1001"})
 
 
 async def test_garbage_on_the_port_disturbs_nothing() -> None:
