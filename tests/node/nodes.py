@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -111,6 +112,21 @@ class Shelf:
     def routed(self) -> Counter[str]:
         """How many generations went to each node."""
         return Counter(self.front.api.get("/api/v1/status")["routes"]["by_node"])
+
+    def has_killed(self, request_id: str, before: Counter[str]) -> bool:
+        """Kill the node that gives an answer, by what was `routed` before it; False where the front
+        has all of the answer already."""
+        for node in self.minis.values():
+            node.send(signal.SIGSTOP)
+        try:
+            told = self.front.api.get(f"/api/v1/requests/{request_id}")
+            if is_under_way := told.get("state") == "answering":
+                (serving,) = self.routed() - before
+                self.minis[serving].send(signal.SIGKILL)
+            return is_under_way
+        finally:
+            for node in self.minis.values():
+                node.send(signal.SIGCONT)
 
 
 @asynccontextmanager

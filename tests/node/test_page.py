@@ -112,7 +112,7 @@ async def browser() -> AsyncIterator[Browser]:
 async def opened(
     browser: Browser, shelf: Shelf, refusals: int = 0, **how: Any
 ) -> AsyncIterator[Page]:
-    """The page, freshly opened; any error fails the test, but refusals that it wants."""
+    """The page, freshly opened; any error fails the test, but for so many refusals."""
     context = await browser.new_context(viewport={"width": 1440, "height": 900}, **how)
     page = await context.new_page()
     page.set_default_timeout(WAIT_MS)
@@ -123,7 +123,7 @@ async def opened(
     await page.goto(shelf.base)
     await page.locator(".tile").first.wait_for()
     yield page
-    assert len(errors) == refusals, errors
+    assert len(errors) <= refusals, errors
     await context.close()
 
 
@@ -400,7 +400,7 @@ async def test_who_uses_the_memory(browser: Browser, shelf: Shelf) -> None:
 
 
 async def test_a_model_is_unloaded_and_loaded_by_keyboard(browser: Browser, shelf: Shelf) -> None:
-    async with opened(browser, shelf) as page:
+    async with opened(browser, shelf, refusals=1) as page:
         await page.get_by_role("link", name="Models").focus()
         await page.keyboard.press("Enter")
         row = page.locator("tr", has_text=VERIFIER).first
@@ -413,6 +413,7 @@ async def test_a_model_is_unloaded_and_loaded_by_keyboard(browser: Browser, shel
         await expect(unload).to_be_enabled()
         await page.get_by_label("Model to pull").fill("nobody/has-it")
         await page.keyboard.press("Enter")
+        await expect(page.get_by_role("alert")).to_contain_text("nobody/has-it")
         await keep(page, "models")
 
 

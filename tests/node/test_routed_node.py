@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -186,21 +184,6 @@ async def test_a_client_goes_on_with_its_response_at_another_node(shelf: OneMode
         assert said + rest == whole.output_text, node.node_id
 
 
-def has_killed(shelf: OneModelShelf, request_id: str, before: Counter[str]) -> bool:
-    """Kill the node that gives an answer; False where the front has all of the answer already."""
-    for node in shelf.minis.values():
-        node.send(signal.SIGSTOP)
-    try:
-        told = shelf.front.api.get(f"/api/v1/requests/{request_id}")
-        if is_under_way := told.get("state") == "answering":
-            (serving,) = shelf.routed() - before
-            shelf.minis[serving].send(signal.SIGKILL)
-        return is_under_way
-    finally:
-        for node in shelf.minis.values():
-            node.send(signal.SIGCONT)
-
-
 async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(
     shelf: OneModelShelf,
 ) -> None:
@@ -219,7 +202,7 @@ async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(
         stream = await shelf.openai.completions.create(stream=True, **asked)
         async for chunk in stream:
             if not (text or is_killed):
-                is_killed = await asyncio.to_thread(has_killed, shelf, chunk.id, before)
+                is_killed = await asyncio.to_thread(shelf.has_killed, chunk.id, before)
             text += chunk.choices[0].text if chunk.choices else ""
         assert text == whole.choices[0].text
         if is_killed:
