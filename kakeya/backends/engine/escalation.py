@@ -139,6 +139,13 @@ class Escalation:
             return True
         return now - recent[-1] >= self._rules.rest_s * 2.0 ** (len(recent) - 1)
 
+    def is_settled(self, resident_bytes: int, lease_bytes: int) -> bool:
+        """Whether no step but asking is near, as long as the engine occupies what it does."""
+        is_asked = (
+            self.stage is Stage.SHRINKING and resident_bytes <= self._rules.high * lease_bytes
+        )
+        return self.stage is Stage.WITHIN or is_asked
+
     def _begin(self, child: int, now: float) -> Step | None:
         """Begin again with another child."""
         was_held = self.stage is Stage.DRAINING

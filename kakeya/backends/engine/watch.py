@@ -30,7 +30,6 @@ from kakeya.backends.engine.escalation import (
     KillIt,
     ResumeIt,
     ShrinkIt,
-    Stage,
     Step,
 )
 from kakeya.backends.engine.guard import EngineGuard, GuardedEngine
@@ -268,7 +267,7 @@ class EngineWatch:
         changed = abs(watched.guarded_bytes - watched.resident_bytes)
         watched.is_calm = (
             not watched.is_at_work
-            and watched.way.stage is Stage.WITHIN
+            and watched.way.is_settled(watched.resident_bytes, watched.lease.bytes)
             and changed <= _CALM_SHARE * watched.lease.bytes
         )
         if was_calm and watched.is_calm and now < watched.due_mono:

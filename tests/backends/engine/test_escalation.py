@@ -73,6 +73,23 @@ def test_around_its_lease_it_is_not_asked_at_each_look() -> None:
     assert [at for at, _ in steps] == [0, 32]
 
 
+@given(st.lists(st.integers(900, 1300), min_size=1, max_size=20), st.floats(0, 1000))
+@law(3600)
+def test_one_that_is_settled_is_asked_at_most(seen: list[int], later_s: float) -> None:
+    way = Escalation()
+    follow(way, [sight(one) for one in seen])
+    if way.is_settled(seen[-1], LEASE):
+        step = way.see(sight(seen[-1]), POLL_S * len(seen) + later_s)
+        assert step is None or isinstance(step, ShrinkIt)
+
+
+def test_one_a_little_above_its_lease_is_settled_and_one_far_above_is_not() -> None:
+    for resident, is_settled in ((940, True), (990, True), (1050, True), (1200, False)):
+        way = Escalation()
+        follow(way, [sight(1050), sight(resident)])
+        assert way.is_settled(resident, LEASE) is is_settled
+
+
 def test_without_sequences_a_drain_ends_at_once() -> None:
     steps = follow(Escalation(), [sight(1200, running=0)] * 5)
     assert [(at, type(step)) for at, step in steps] == [(0, ShrinkIt), (4, HoldIt), (6, EndIt)]
