@@ -43,6 +43,9 @@ from kakeya.weights.service import ModelFilesService, WeightsService
 from kakeya.weights.tools import PullTools
 
 MOST_PULLS = 4
+_FAILED_S = 600.0
+"""For so long the status tells why a pull failed, unless its model is pulled again."""
+_MOST_FAILED = 8
 
 
 class Leaves(Protocol):
@@ -103,6 +106,7 @@ class NodeWeights:
         )
         self._pulls: dict[str, tuple[Pull, asyncio.Task[Path]]] = {}
         self._followers: dict[str, int] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
         self._making_room = asyncio.Lock()
         self.changed: Callable[[], Awaitable[None]] = _nothing
         self.leaves: Leaves = _nothing
@@ -186,6 +190,7 @@ class NodeWeights:
     ) -> tuple[Pull, asyncio.Task[Path]]:
         if len(self._pulls) >= MOST_PULLS:
             raise QueueFull(f"{MOST_PULLS} models are being pulled; come again when one is here")
+        self._failed.pop(name, None)
         pull = Pull(name, self._tools, from_node=from_node, keep=keep, may_use_hub=may_use_hub)
         task = asyncio.create_task(pull.run(), name=f"pull {name}")
         self._pulls[name] = pull, task
@@ -195,8 +200,12 @@ class NodeWeights:
 
     def _ended(self, name: str, task: asyncio.Task[Path]) -> None:
         del self._pulls[name]
-        is_bad = task.cancelled() or task.exception() is not None
-        self._tools.count("failed" if is_bad else "done")
+        problem = None if task.cancelled() else task.exception()
+        if problem is not None:
+            self._failed[name] = self._clock.mono(), str(problem)
+            for oldest in [*self._failed][:-_MOST_FAILED]:
+                del self._failed[oldest]
+        self._tools.count("failed" if task.cancelled() or problem is not None else "done")
         self._on_change()
 
     # --- list and remove
@@ -290,7 +299,7 @@ class NodeWeights:
     # --- what is told
 
     def status(self) -> Json:
-        """The fetches under way, and counts, as JSON."""
+        """The fetches under way, those that failed lately with the reason, and counts, as JSON."""
         pulls = [
             {
                 "name": one.state.name,
@@ -303,7 +312,10 @@ class NodeWeights:
             }
             for one in self.fetching
         ]
-        return {"folder": str(self.folder), "pulls": pulls, "served_bytes": self._service.bytes}
+        since = self._clock.mono() - _FAILED_S
+        failed = {name: why for name, (at, why) in self._failed.items() if at > since}
+        told: Json = {"folder": str(self.folder), "pulls": pulls, "failed": failed}
+        return told | {"served_bytes": self._service.bytes}
 
     def figures(self) -> Iterator[Figure]:
         """Figures of what was fetched and served."""

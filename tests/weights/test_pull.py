@@ -278,11 +278,19 @@ async def test_a_gguf_file_comes_with_its_shards(tmp_path: Path) -> None:
         ]
 
 
-async def test_what_no_peer_has_is_said_so(tmp_path: Path) -> None:
+async def test_what_no_peer_has_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(tmp_path) as home:
-        _, puller = await pair(home)
-        with pytest.raises(NotFound, match="no peer has 'other'"):
+        origin, puller = await pair(home)
+        with pytest.raises(NotFound, match="no peer has 'other'") as refused:
             await puller.pull("other")
+        assert puller.weights.status()["failed"] == {"other": str(refused.value)}
+        with monkeypatch.context() as later:
+            later.setattr("kakeya.weights.weights._FAILED_S", 0.0)
+            assert puller.weights.status()["failed"] == {}
+        await asyncio.to_thread(make_model, origin.folder, "other", mib=1)
+        await origin.know()
+        assert (await puller.pull("other")).phase == "done"
+        assert puller.weights.status()["failed"] == {}
         with pytest.raises(NotFound, match="the live peers are origin"):
             await puller.pull("org/smol", from_node="nowhere")
 

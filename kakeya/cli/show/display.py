@@ -104,11 +104,14 @@ def _write_status(status: Json, console: Console) -> None:
     _show_adapters(_object(status, "adapters"), console)
     _show_prefixes(_object(status, "prefixes"), console)
     _show_precache(_object(status, "precache"), console)
-    for pull in _objects(_object(status, "weights"), "pulls"):
+    weights = _object(status, "weights")
+    for pull in _objects(weights, "pulls"):
         said = f"pull  {pull.get('name')}: {pull.get('note') or pull.get('phase')}"
         if rate := _bytes(pull.get("bytes_per_second")):
             said += f", {_bytes(pull.get('done_bytes'))} of {_bytes(pull.get('bytes'))}, {rate}/s"
         console.print(said, highlight=False, markup=False)
+    for name, why in _object(weights, "failed").items():
+        console.print(f"pull  {name} failed: {why}", highlight=False, markup=False)
 
 
 def _show_rings(groups: Iterable[Json], led: Iterable[Json], console: Console) -> None:

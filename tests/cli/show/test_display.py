@@ -86,3 +86,8 @@ def test_a_model_serves_before_its_speed_is_measured(capsys) -> None:
     for role, is_told in (("verifier", True), ("embedder", False)):
         show_status({**STATUS, "models": [{**model, "role": role}]})
         assert ("not measured" in capsys.readouterr().out) == is_told
+
+
+def test_a_pull_that_failed_is_told_with_its_reason(capsys) -> None:
+    show_status({**STATUS, "weights": {"pulls": [], "failed": {"org/none": "no peer has it"}}})
+    assert "pull  org/none failed: no peer has it" in capsys.readouterr().out

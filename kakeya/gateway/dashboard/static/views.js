@@ -6,7 +6,6 @@ import { bytes, clock, count, h, joined, partOf, percent, seconds, speed, sum } 
 const MOST_ROUND = 9;
 const DENSE = 20;
 const WIDE_COLUMNS = 5; // a table of so many is shown as lines where there is little room
-const FAILED_S = 600; // for so long a pull that failed is told beside the models
 const MOST_REASONS = 10;
 const nodeLink = (node) => h("a", { class: "whole", href: `#/node/${encodeURIComponent(node.id)}` }, node.name);
 const requestLink = ({ id, ended_at }) => h("a", { href: `#/request/${encodeURIComponent(id)}`, class: "number", "data-key": id }, ended_at ? clock(ended_at) : id.slice(-8));
@@ -365,9 +364,8 @@ export function modelsView(fleet, actions) {
     actions.act("models/pull", { model: field.value.trim() });
     field.value = "";
   };
-  // A pull that began here may fail after the answer to its request; the log of the node tells why.
-  const isNew = (one) => one.what === "pull failed" && Date.now() / 1000 - one.at < FAILED_S && !files?.data.some((file) => file.id === one.fields.model && file.path);
-  const failed = new Set([actions.failed, ...(own.told.events ?? []).filter(isNew).map((one) => one.fields.problem)].filter(Boolean));
+  // A pull may fail after the answer to its request.
+  const failed = new Set([actions.failed, ...Object.values(own.told.weights?.failed ?? {})].filter(Boolean));
   const add = async (event) => {
     event.preventDefault();
     const form = event.target, told = Object.fromEntries([...new FormData(form)].map(([name, value]) => [name, value.trim()]));
