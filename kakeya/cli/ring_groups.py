@@ -193,7 +193,7 @@ def _status(folder: Path, *, as_json: bool) -> int:
     groups = json.loads(reply.groups_json)
     if reply.silent:
         silent = printable(", ".join(reply.silent))
-        print(f"kakeya: no answer from {silent}: what is led there is missing", file=sys.stderr)
+        print(f"kakeya: no answer from {silent}; groups led there are not shown", file=sys.stderr)
     if as_json:
         print(json.dumps(groups))
     elif groups:

@@ -32,14 +32,14 @@ class Fleet:
     """The node `front`, and the minis `left`, which leads, and `right`."""
 
     def __init__(self, folder: Path, front: NodeProcess, minis: dict[str, NodeProcess]) -> None:
-        self._folder = folder
+        self.folder = folder
         self.front = front
         self.minis = minis
         self.openai = client_of(front)
 
     def said(self, *arguments: str) -> tuple[int, str]:
         """`kakeya ring` at the front: its exit status, and what it says."""
-        at = ("--data-dir", str(self._folder / "front" / "data"))
+        at = ("--data-dir", str(self.folder / "front" / "data"))
         return said_by("ring", *arguments, *at)
 
     async def ring(self, *arguments: str) -> tuple[int, str]:
@@ -139,6 +139,19 @@ async def test_a_group_is_refused_for_what_it_cannot_be(fleet: Fleet) -> None:
     status, said = await fleet.ring("down", GROUP)
     assert (status, "no ring group is called" in said) == (1, True), said
     assert fleet.lent("left") == fleet.lent("right") == []
+
+
+async def test_a_node_that_does_not_tell_its_groups_is_named(fleet: Fleet) -> None:
+    at = ("--data-dir", str(fleet.folder / "front" / "data"))
+    out, err = io.StringIO(), io.StringIO()
+    fleet.minis["left"].send(signal.SIGSTOP)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            assert await asyncio.to_thread(main, ["ring", "status", "--json", *at]) == 0
+    finally:
+        fleet.minis["left"].send(signal.SIGCONT)
+    assert json.loads(out.getvalue()) == []
+    assert "no answer from left; groups led there are not shown" in err.getvalue()
 
 
 async def test_a_group_serves_the_whole_fleet_and_comes_back_in_the_middle_of_an_answer(

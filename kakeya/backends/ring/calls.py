@@ -231,7 +231,10 @@ class RingPeers:
 
     async def groups(self) -> tuple[list[Json], list[str]]:
         """The groups of all other nodes, and the names of those that do not answer."""
-        silent: list[str] = []
+        peers = self.all()
+        called = {peer.node_id for peer in peers}
+        away = (card for card in self._others() if card.node_id not in called)
+        silent = [str(card.label or card.node_id) for card in away]
 
         async def ask(peer: RingPeer) -> Sequence[Json]:
             try:
@@ -241,7 +244,7 @@ class RingPeers:
                 silent.append(peer.label)
                 return ()
 
-        answers = await asyncio.gather(*map(ask, self.all()))
+        answers = await asyncio.gather(*map(ask, peers))
         return [group for answer in answers for group in answer], sorted(silent)
 
     def _cards(self) -> Sequence[Card]:

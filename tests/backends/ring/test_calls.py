@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc.aio
@@ -48,27 +49,27 @@ class LateReport(RingServiceServicer):
 
 
 class Lists(RingServiceServicer):
-    """A node with one group, which tells of it only where it is not frozen."""
-
-    def __init__(self, *, is_frozen: bool) -> None:
-        self._is_frozen = is_frozen
+    """A node with one group."""
 
     async def ListGroups(
         self, request: pb.ListGroupsRequest, context: Any
     ) -> pb.ListGroupsResponse:
-        if self._is_frozen:
-            await asyncio.Event().wait()
         return pb.ListGroupsResponse(groups_json=b'[{"name": "big"}]')
 
 
 class Known(RingPeers):
-    """Other nodes without cards."""
+    """The nodes that can be called, and the label of one that cannot."""
 
-    def __init__(self, *peers: RingPeer) -> None:
+    def __init__(self, *peers: RingPeer, uncalled: str) -> None:
         self._peers = peers
+        self._uncalled = uncalled
 
     def all(self) -> Sequence[RingPeer]:
         return self._peers
+
+    def _others(self) -> Any:
+        labels = [*(peer.label for peer in self._peers), self._uncalled]
+        return [SimpleNamespace(node_id=label, label=label) for label in labels]
 
 
 @asynccontextmanager
@@ -94,14 +95,15 @@ async def test_the_fault_of_a_rank_is_known_at_its_end_when_it_comes_behind_the_
         assert rank.fault == "rank 1 is lost: right: rank 1 ended by signal SIGKILL"
 
 
-async def test_a_node_that_does_not_tell_its_groups_is_named(
+async def test_nodes_that_do_not_tell_their_groups_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_LIST_S", 1.0)
+    monkeypatch.setattr(calls, "_LIST_S", 60.0)
     async with (
-        serving(tmp_path / "left", Lists(is_frozen=False)) as left,
-        serving(tmp_path / "right", Lists(is_frozen=True)) as right,
+        serving(tmp_path / "left", Lists()) as left,
+        grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as nobody,
     ):
-        found, silent = await Known(left, right).groups()
-        assert "right" in silent
-        assert {"name": "big"} in found or "left" in silent  # it is late on a starved machine
+        right = RingPeer(nobody, "right", "right", "127.0.0.1")
+        found, silent = await Known(left, right, uncalled="far").groups()
+    assert found == [{"name": "big"}]
+    assert silent == ["far", "right"]
