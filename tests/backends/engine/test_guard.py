@@ -15,6 +15,7 @@ from hypothesis import given
 from kakeya.backends.engine.backend import EngineBackend
 from kakeya.backends.engine.client import EngineMemoryLimits
 from kakeya.backends.engine.engine import EngineOptions
+from kakeya.backends.engine.escalation import EngineSight
 from kakeya.backends.engine.guard import (
     CLOSE_S,
     IDLE_S,
@@ -26,7 +27,7 @@ from kakeya.backends.engine.guard import (
 )
 from kakeya.backends.engine.lease import EngineLease
 from kakeya.backends.engine.restart import RestartPolicy
-from kakeya.backends.engine.watch import EngineWatch, tenant_name
+from kakeya.backends.engine.watch import POLL_S, EngineWatch, tenant_name
 from kakeya.core.clock import SystemClock
 from kakeya.core.errors import PeerUnavailable
 from kakeya.generation.facts import Footprint, ModelState
@@ -97,6 +98,21 @@ async def test_an_engine_that_only_is_large_is_left_to_the_escalation() -> None:
     large.clock.advance(60)
     large.arbiter.set_budget(1000)
     assert not await large.grow(1400, 1400, 1401)
+
+
+@pytest.mark.parametrize(("resident", "is_seldom"), [(900, True), (1050, True), (1200, False)])
+def test_an_engine_at_rest_is_measured_seldom_unless_a_step_is_near(
+    resident: int, is_seldom: bool
+) -> None:
+    here = Guarded(1000, 4000)
+    sight = EngineSight(child=here.pid, resident_bytes=resident, lease_bytes=1000, running=0)
+    here.watched.way.see(sight, here.clock.mono())
+    here.watched.resident_bytes = here.watched.guarded_bytes = resident
+    measured = 0
+    for _ in range(100):
+        here.clock.advance(POLL_S)
+        measured += here.watch._is_due(here.watched)
+    assert measured in range(1, 10) if is_seldom else measured == 100
 
 
 async def test_memory_that_comes_and_goes_beyond_the_budget_is_no_growth() -> None:
