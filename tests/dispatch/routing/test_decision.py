@@ -75,7 +75,7 @@ requests = st.builds(
 
 
 @given(requests, shelves, st.randoms(use_true_random=False))
-@law(3600, part=60)
+@law(3600)
 def test_the_order_of_the_candidates_has_no_part_in_the_choice(request_, shelf, random) -> None:
     mixed = list(shelf)
     random.shuffle(mixed)
@@ -142,7 +142,7 @@ def test_a_node_that_is_better_in_everything_is_chosen(request_, pair, last_node
 
 
 @given(requests, shelves)
-@law(3600, part=60)
+@law(3600)
 def test_kv_is_fetched_only_where_that_is_sooner_than_computing_it_by_the_same_figures(
     request_, shelf
 ) -> None:
