@@ -128,6 +128,20 @@ class Shelf:
             for node in self.minis.values():
                 node.send(signal.SIGCONT)
 
+    async def says_over_a_kill(self, client: openai.AsyncOpenAI, text: str, **asked: Any) -> None:
+        """A completion is this text though its node is killed in the middle of it."""
+        for _ in range(20):
+            said, is_killed, before = "", False, await asyncio.to_thread(self.routed)
+            stream = await client.completions.create(stream=True, **asked)
+            async for chunk in stream:
+                if not (said or is_killed):
+                    is_killed = await asyncio.to_thread(self.has_killed, chunk.id, before)
+                said += chunk.choices[0].text if chunk.choices else ""
+            assert said == text
+            if is_killed:
+                break
+        assert self.front.api.get("/api/v1/status")["routes"]["moved"] == 1
+
 
 @asynccontextmanager
 async def shelf_of(folder: Path, model: str, *flags: str) -> AsyncIterator[Shelf]:

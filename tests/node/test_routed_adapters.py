@@ -119,17 +119,6 @@ async def test_an_answer_with_an_adapter_goes_on_at_a_node_with_the_same_adapter
 ) -> None:
     """Last in this file: one node is gone afterwards."""
     whole = await text(shelf.front, BOTH, tokens=400)
+    asked = {"model": BOTH, "prompt": PROMPT, "max_tokens": 400, "temperature": 0}
     async with client_of(shelf.front) as client:
-        for _ in range(20):
-            got, is_killed, before = "", False, await asyncio.to_thread(shelf.routed)
-            stream = await client.completions.create(
-                model=BOTH, prompt=PROMPT, max_tokens=400, temperature=0, stream=True
-            )
-            async for chunk in stream:
-                if not (got or is_killed):
-                    is_killed = await asyncio.to_thread(shelf.has_killed, chunk.id, before)
-                got += chunk.choices[0].text if chunk.choices else ""
-            assert got == whole
-            if is_killed:
-                break
-    assert shelf.front.api.get("/api/v1/status")["routes"]["moved"] == 1
+        await shelf.says_over_a_kill(client, whole, **asked)

@@ -197,17 +197,7 @@ async def test_an_answer_goes_on_at_the_other_node_when_its_node_is_killed(
         "logit_bias": endless(),
     }
     whole = await shelf.openai.completions.create(**asked)
-    for _ in range(20):
-        text, is_killed, before = "", False, await asyncio.to_thread(shelf.routed)
-        stream = await shelf.openai.completions.create(stream=True, **asked)
-        async for chunk in stream:
-            if not (text or is_killed):
-                is_killed = await asyncio.to_thread(shelf.has_killed, chunk.id, before)
-            text += chunk.choices[0].text if chunk.choices else ""
-        assert text == whole.choices[0].text
-        if is_killed:
-            break
-    assert shelf.front.api.get("/api/v1/status")["routes"]["moved"] == 1
+    await shelf.says_over_a_kill(shelf.openai, whole.choices[0].text, **asked)
 
 
 async def test_a_drained_node_ends_its_answers_and_takes_no_new_ones(shelf: OneModelShelf) -> None:
