@@ -131,9 +131,9 @@ def _ask(node: NodeApi, options: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes options between the words of a command, too, which argparse takes in no optional word.
+    """Takes options between optional words too: `jobs show --data-dir DIR JOB`.
 
-    `jobs show --data-dir DIR JOB`: argparse gives all optional words their defaults at `show`.
+    argparse alone gives all optional words their defaults at the first one.
     """
 
     _is_between = False
