@@ -56,12 +56,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What collection makes stays: no search for garbage, there or later, walks it."""
+    """What collection makes stays: no search for garbage, there or later, walks it. The tests keep
+    their results, so that a search of all finds little."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 10, 20)
         gc.enable()
 
 

@@ -127,6 +127,7 @@ def test_two_minis_are_well_then_a_firewall_then_a_cable(
     one.plug("thunderbolt0")
 
 
+@pytest.mark.slow
 def test_the_own_cable_is_looked_at_first_and_the_cure_is_to_plug_it_in(
     minis: tuple[Machine, Machine], folder: Path
 ) -> None:

@@ -157,6 +157,7 @@ async def seconds_to_stop_while_decoding(node: NodeProcess) -> float:
         return took_s
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 async def test_sigterm_under_load_ends_with_0_within_a_second_of_its_grace(tmp_path: Path) -> None:
     """Row 28, once; scripts/soak does it 50 times."""
@@ -235,6 +236,7 @@ def test_a_full_disk_does_not_keep_a_node_from_serving(tmp_path: Path) -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 async def test_gossip_misses_no_round_while_the_disk_is_full(tmp_path: Path) -> None:
     """Row 32. The log goes through a pipe, which no file size limit stops."""
