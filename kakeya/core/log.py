@@ -204,11 +204,12 @@ def span(log: logging.Logger, name: str, **fields: object) -> Iterator[None]:
 class CountLog:
     """Counts events of one kind, and tells at most once a minute how many there were."""
 
-    def __init__(self, log: logging.Logger, message: str, clock: Clock) -> None:
-        """A line says `message` and the count since the last one."""
+    def __init__(self, log: logging.Logger, message: str, clock: Clock, *, usual: int = 0) -> None:
+        """A line says `message` and the count since the last one: a warning above `usual`."""
         self._log = log
         self._message = message
         self._clock = clock
+        self._usual = usual
         self._told = 0
         self._told_mono = -math.inf
         self.total = 0
@@ -219,7 +220,8 @@ class CountLog:
         new, mono = self.total - self._told, self._clock.mono()
         if new and mono - self._told_mono >= WARN_S:
             self._told, self._told_mono = self.total, mono
-            event(self._log, self._message, level=logging.WARNING, count=new, in_all=self.total)
+            level = logging.WARNING if new > self._usual else logging.INFO
+            event(self._log, self._message, level=level, count=new, in_all=self.total)
 
 
 class FailureLog:

@@ -129,9 +129,10 @@ def test_of_many_failures_each_is_counted_and_one_a_minute_is_told(caplog):
     assert (failures.count, failures.error) == (120, "")
 
 
-def test_events_are_counted_and_told_once_a_minute(caplog):
+def test_events_are_counted_told_once_a_minute_and_warned_of_where_unusual(caplog):
     clock = FakeClock()
-    refused = CountLog(logging.getLogger("test"), "refused", clock)
+    caplog.set_level(logging.INFO)
+    refused = CountLog(logging.getLogger("test"), "refused", clock, usual=2)
     refused.add(0)
     for _ in range(5):
         refused.add(2)
@@ -140,3 +141,4 @@ def test_events_are_counted_and_told_once_a_minute(caplog):
     refused.add(0)
     told = [record.kakeya_fields for record in caplog.records]
     assert told == [{"count": 2, "in_all": 2}, {"count": 8, "in_all": 10}]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]

@@ -43,6 +43,9 @@ _NETWORK = (Origin.TLS, Origin.OPEN)
 _LOOK_EVERY_S = 2.0
 _LOOKS_TO_CALL = 6
 """A connection makes its first call within so many looks after its handshake began, or none."""
+_USUAL_WITHOUT_CALL = 8
+"""In a minute: each doctor of the fleet looks whether a port answers, and a node that ends cuts
+what it began. A node that is refused comes back each 2 to 4 s."""
 Register = Callable[[grpc.aio.Server], None]
 """Adds the node's services to a server before it starts; called once for each server."""
 
@@ -121,7 +124,7 @@ class Listeners:
         self._is_started = False
         self._handshakes = _Handshakes()
         words = "connections made no call: without TLS, without a certificate of this fleet, or cut"
-        self._uncalled = CountLog(_log, words, clock)
+        self._uncalled = CountLog(_log, words, clock, usual=_USUAL_WITHOUT_CALL)
 
     @property
     def addresses(self) -> tuple[str, ...]:

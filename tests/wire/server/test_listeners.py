@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from contextlib import AsyncExitStack
@@ -302,6 +303,7 @@ async def test_connections_without_a_call_are_counted_and_told(
 ) -> None:
     fleet, other = Fleet(), Fleet()
     clock = SettableClock()
+    caplog.set_level(logging.INFO)
 
     def counted() -> float:
         (found,) = node.listeners.figures()
