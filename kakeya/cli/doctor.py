@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kakeya.cli.show.labels import NodeLabels
+from kakeya.cli.show.tables import stdout_console
 from kakeya.config.config import SETTINGS
 from kakeya.core import units
 from kakeya.core.clock import SystemClock
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     if options.json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
-        show_report(report, Console())
+        show_report(report, stdout_console())
     return 1 if report.level is Severity.FAULT else 0
 
 

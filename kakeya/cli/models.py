@@ -87,13 +87,13 @@ def _list(folder: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"models": list(map(_told, models)), "silent": silent}))
         return 0
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table()
-    for column in ("model", "size", "digest", "here", "peers", "last used"):
-        table.add_column(column, justify="right" if column == "size" else "left")
+    from kakeya.cli.show.tables import fitting_table, stdout_console
+
+    console = stdout_console()
+    headings = ("model", "size", "digest", "here", "peers", "last used")
+    table = fitting_table(console, *headings, right=("size",))
     for one in models:
         table.add_row(
             escape(printable(one.name)),
@@ -103,7 +103,7 @@ def _list(folder: Path, *, as_json: bool) -> int:
             escape(printable(", ".join((*one.peers, *(f"{it} (comes)" for it in one.fetching))))),
             _age(one.last_used_unix),
         )
-    Console().print(table if models else "no models on the disks of this node and its peers")
+    console.print(table if models else "no models on the disks of this node and its peers")
     for one in models:
         if one.unserved:
             print(printable(f"{one.name} is not served: {one.unserved}"), file=sys.stderr)

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int | None:
     file = config_file(client, home, environ)
     if options.undo:
         disconnect(client, file)
-        print(f"{file} has nothing of kakeya connect in it")
+        print(f"what kakeya connect wrote is taken out of {file} again")
         return 0
     edit = client.edit(_target(options))
     if options.print:

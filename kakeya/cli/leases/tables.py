@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kakeya.cli.show.labels import NodeLabels
+from kakeya.cli.show.tables import fitting_table, stdout_console
 from kakeya.core.units import format_bytes
 from kakeya.memory.leases.lease import LeaseState
 
@@ -16,9 +17,9 @@ def show_leases(
     leases: Sequence[Mapping[str, object]], *, granter: str | None, is_drained: bool
 ) -> None:
     """Print which jobs hold memory, and which wait."""
-    console = Console()
+    console = stdout_console()
     if leases:
-        console.print(_table(leases))
+        console.print(_table(leases, console))
     else:
         console.print("no leases")
     for one in leases:
@@ -35,8 +36,9 @@ def show_leases(
         console.print("drained: no leases are given until `kakeya lease drain --off`")
 
 
-def _table(leases: Sequence[Mapping[str, object]]) -> Table:
-    table = Table("lease", "state", "memory", "used", "priority", "pid", "for", "", box=None)
+def _table(leases: Sequence[Mapping[str, object]], console: Console) -> Table:
+    headings = ("lease", "state", "memory", "used", "priority", "pid", "for", "")
+    table = fitting_table(console, *headings)
     for one in leases:
         leased, used = int(str(one["bytes"])), int(str(one["used_bytes"]))
         resources = ", ".join(map(str, _listed(one["resources"])))

@@ -16,15 +16,14 @@ from rich.text import Text
 
 from kakeya.cli.show.labels import labels_in
 from kakeya.cli.show.memory_tables import show_memory
+from kakeya.cli.show.tables import WIDE, fitting_table, stdout_console
 from kakeya.core.units import format_bytes, printable
 from kakeya.fleet.cards.names import ID_START
 
 Json = Mapping[str, object]
-_console = Console()
+_console = stdout_console()
 _LONG_ID_CHARS = 40
 """An id made from a key has 52 characters."""
-_WIDE = 100
-"""Columns from which the whole table of the fleet is legible: addresses break in fewer."""
 _SILENCE = {
     "asymmetric": ", answers other nodes but not this one",
     "fleet_wide": ", answers no node",
@@ -85,7 +84,7 @@ def _write_status(status: Json, console: Console) -> None:
     for warning in map(str, warnings if isinstance(warnings, list) else ()):
         said = escape(labels.within(warning))
         console.print(f"[yellow]warning[/yellow]  {said}", highlight=False)
-    console.print(_models(_objects(status, "models")))
+    console.print(_models(_objects(status, "models"), console))
     _show_requests(_objects(status, "requests"), console)
     for backend in _objects(status, "backends"):
         place = backend.get("url") or backend.get("program") or ""
@@ -96,8 +95,7 @@ def _write_status(status: Json, console: Console) -> None:
             markup=False,
         )
     nodes = _objects(fleet, "nodes")
-    is_wide = console.width >= _WIDE or not console.is_terminal
-    console.print(_nodes(nodes) if is_wide else _short_nodes(nodes))
+    console.print((_nodes if console.width >= WIDE else _short_nodes)(nodes, console))
     led = _objects(_object(status, "rings"), "led")
     _show_rings(_objects(fleet, "rings"), led, console)
     show_memory(_object(status, "memory"), console)
@@ -227,8 +225,9 @@ def show_plan(plan: Json) -> None:
     _show_rings(_objects(plan, "rings"), (), _console)
 
 
-def _models(models: Iterable[Json]) -> Table:
-    table = Table("model", "role", "state", "tokens/s", "weights", "restarts", title="models")
+def _models(models: Iterable[Json], console: Console) -> Table:
+    headings = ("model", "role", "state", "tokens/s", "weights", "restarts")
+    table = fitting_table(console, *headings, title="models")
     for model in models:
         state, load = str(model.get("state")), _object(model, "load")
         if load:
@@ -247,10 +246,9 @@ def _models(models: Iterable[Json]) -> Table:
     return table
 
 
-def _nodes(nodes: Iterable[Json]) -> Table:
-    table = Table(title="fleet")
-    for heading in ("node", "address", "heard", "platform", "memory", "offers"):
-        table.add_column(heading, overflow="fold")
+def _nodes(nodes: Iterable[Json], console: Console) -> Table:
+    headings = ("node", "address", "heard", "platform", "memory", "offers")
+    table = fitting_table(console, *headings, title="fleet")
     for node in nodes:
         offers = "\n".join(
             f"{model.get('model_id')} ({model.get('role')})" for model in _objects(node, "models")
@@ -266,11 +264,9 @@ def _nodes(nodes: Iterable[Json]) -> Table:
     return table
 
 
-def _short_nodes(nodes: Iterable[Json]) -> Table:
-    """The fleet in a narrow window, a line for each node."""
-    table = Table(title="fleet")
-    for heading in ("node", "heard", "offers"):
-        table.add_column(heading, no_wrap=True)
+def _short_nodes(nodes: Iterable[Json], console: Console) -> Table:
+    """The fleet in a narrow window, where addresses would break."""
+    table = fitting_table(console, "node", "heard", "offers", title="fleet")
     for node in nodes:
         offers = ", ".join(str(model.get("model_id")) for model in _objects(node, "models"))
         table.add_row(escape(_name(node)), _heard(node), escape(offers))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kakeya.cli.show.tables import fitting_table
 from kakeya.core.units import format_bytes
 
 Json = Mapping[str, object]
 _SHOWN_EVENTS = 6
 _SHOWN_EVICTIONS = 3
-_WIDE = 100
-"""In a narrower terminal, lines between columns would leave no room for names."""
 
 
 def show_memory(memory: Json, console: Console) -> None:
@@ -34,7 +32,7 @@ def show_memory(memory: Json, console: Console) -> None:
     if isinstance(profile, dict) and profile.get("name") != "normal":
         line = f"profile {profile.get('name')}: {profile.get('reason')}"
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(_table(memory, is_narrow=console.width < _WIDE))
+    console.print(_table(memory, console))
     waiting = [str(one.get("model")) for one in _objects(memory, "waiting")]
     if waiting:
         console.print(
@@ -72,14 +70,10 @@ def _about_leases(leases: Json) -> Iterator[str]:
             yield f"waiting  {one.get('name')} for a lease of {_size(one.get('bytes'))}{note}"
 
 
-def _table(memory: Json, *, is_narrow: bool) -> Table:
-    table = Table(title="memory", box=HEAVY_HEAD)
-    if is_narrow:
-        table = Table(title="memory", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("what", "role", "state"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("estimated", "measured", "lent", "users", "idle"):
-        table.add_column(heading, justify="right")
+def _table(memory: Json, console: Console) -> Table:
+    sizes = ("estimated", "measured", "lent", "users", "idle")
+    headings = ("what", "role", "state", *sizes)
+    table = fitting_table(console, *headings, right=sizes, title="memory")
     for row in _rows(memory):
         table.add_row(*map(escape, row))
     return table

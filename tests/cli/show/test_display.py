@@ -56,7 +56,7 @@ def test_a_watched_status_stays_on_a_screen_of_its_own_and_goes_at_the_end() -> 
 
 
 def test_a_window_that_is_too_small_shows_the_node_the_models_and_the_fleet_first() -> None:
-    lines = last_lines(watched(LINES))
+    lines = last_lines(watched(LINES - 9))
     assert lines[0].startswith("mini-1")
     assert any("big-3g" in line and "loading, 41 %, 12 s" in line for line in lines)
     assert any("mini-3" in line and "2 s ago" in line and "poet-3" in line for line in lines)
@@ -78,7 +78,7 @@ def test_requests_that_wait_for_the_same_are_one_line(capsys) -> None:
 
 def test_a_pipe_gets_addresses_whole(capsys) -> None:
     show_status(STATUS)
-    assert "10.88.0.9" in capsys.readouterr().out
+    assert "10.88.0.9:50051" in capsys.readouterr().out
 
 
 def test_a_model_serves_before_its_speed_is_measured(capsys) -> None:
