@@ -205,13 +205,17 @@ class CountLog:
     """Counts events of one kind, and tells at most once a minute how many there were."""
 
     def __init__(self, log: logging.Logger, message: str, clock: Clock, *, usual: int = 0) -> None:
-        """A line says `message` and the count since the last one: a warning above `usual`."""
+        """A line says `message` and the count since the last one.
+
+        It is a warning; where some are `usual`, only in the second minute in a row with more.
+        """
         self._log = log
         self._message = message
         self._clock = clock
         self._usual = usual
         self._told = 0
         self._told_mono = -math.inf
+        self._more_mono = -math.inf
         self.total = 0
 
     def add(self, count: int = 1) -> None:
@@ -220,7 +224,10 @@ class CountLog:
         new, mono = self.total - self._told, self._clock.mono()
         if new and mono - self._told_mono >= WARN_S:
             self._told, self._told_mono = self.total, mono
-            level = logging.WARNING if new > self._usual else logging.INFO
+            is_more = new > self._usual
+            goes_on = not self._usual or mono - self._more_mono < 2 * WARN_S
+            self._more_mono = mono if is_more else self._more_mono
+            level = logging.WARNING if is_more and goes_on else logging.INFO
             event(self._log, self._message, level=level, count=new, in_all=self.total)
 
 

@@ -9,10 +9,10 @@ from kakeya.core.errors import InvalidArgument, NotFound
 from kakeya.core.settings import Illegal, nearest, peer_address
 from kakeya.doctor.way_checks import Peer
 from kakeya.fleet.cards.cards import Card, Endpoint
+from kakeya.fleet.cards.names import short_id
 
 MAX_PEERS = 8
 """The most peers that are examined when none is named; a shelf has fewer."""
-_SHORT_ID_CHARS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,7 @@ class Target:
 
 def name_of(card: Card) -> str:
     """Return the readable name of a node: its label, else the beginning of its id."""
-    if card.label:
-        return card.label
-    return card.node_id if len(card.node_id) <= 40 else card.node_id[:_SHORT_ID_CHARS]
+    return card.label or short_id(card.node_id)
 
 
 def ways_of(card: Card) -> tuple[Endpoint, ...]:
@@ -53,7 +51,7 @@ def find_targets(wanted: str, cards: Sequence[Card]) -> tuple[Target, ...]:
         [card for card in cards if card.node_id.startswith(wanted)],
     ):
         if len(matches) > 1:
-            ids = ", ".join(card.node_id[:_SHORT_ID_CHARS] for card in matches)
+            ids = ", ".join(card.node_id[: len(wanted) + 8] for card in matches)
             raise InvalidArgument(f"{wanted!r} names {len(matches)} nodes: {ids}; give more of one")
         if matches:
             return (_target(matches[0]),)

@@ -139,6 +139,12 @@ def test_events_are_counted_told_once_a_minute_and_warned_of_where_unusual(caplo
     clock.advance(WARN_S)
     refused.add(0)
     refused.add(0)
+    clock.advance(WARN_S)
+    refused.add(3)
+    clock.advance(2 * WARN_S)
+    refused.add(3)
     told = [record.kakeya_fields for record in caplog.records]
-    assert told == [{"count": 2, "in_all": 2}, {"count": 8, "in_all": 10}]
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    later = [{"count": 3, "in_all": 13}, {"count": 3, "in_all": 16}]
+    assert told == [{"count": 2, "in_all": 2}, {"count": 8, "in_all": 10}, *later]
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["INFO", "INFO", "WARNING", "INFO"]

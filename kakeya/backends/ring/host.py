@@ -38,6 +38,7 @@ from kakeya.core.figures import Json
 from kakeya.core.log import event
 from kakeya.core.process import resident_bytes
 from kakeya.core.units import MIB
+from kakeya.fleet.cards.names import short_id
 from kakeya.fleet.placement.ring import ring_name
 from kakeya.generation.progress import LoadProgress
 from kakeya.memory.api import MemoryArbiter, Terms
@@ -204,7 +205,9 @@ class RankHost:
             sockets = await stack.enter_async_context(SocketFolder.lent(self._sockets))
             await self._lease(stack, order)
             rank = self._ranks[order.key] = HostedRank(order, folder, size, sockets)
-            event(_log, "rank leased", rank=order.key, leader=order.leader, mb=size // MIB)
+            event(
+                _log, "rank leased", rank=order.key, leader=short_id(order.leader), mb=size // MIB
+            )
             try:
                 yield rank
             finally:

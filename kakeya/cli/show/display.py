@@ -18,12 +18,10 @@ from kakeya.cli.show.labels import labels_in
 from kakeya.cli.show.memory_tables import show_memory
 from kakeya.cli.show.tables import WIDE, fitting_table, stdout_console
 from kakeya.core.units import format_bytes, printable
-from kakeya.fleet.cards.names import ID_START
+from kakeya.fleet.cards.names import short_id
 
 Json = Mapping[str, object]
 _console = stdout_console()
-_LONG_ID_CHARS = 40
-"""An id made from a key has 52 characters."""
 _SILENCE = {
     "asymmetric": ", answers other nodes but not this one",
     "fleet_wide": ", answers no node",
@@ -283,8 +281,7 @@ def _heard(node: Json) -> str:
 def _name(node: Json) -> str:
     """Write the label with the start of an id made from a key; write any other id in full."""
     node_id, label = str(node.get("node_id")), str(node.get("label") or "")
-    short = node_id[:ID_START] if len(node_id) > _LONG_ID_CHARS else node_id
-    return f"{label} ({short})" if label else short
+    return f"{label} ({short_id(node_id)})" if label else short_id(node_id)
 
 
 def _way(node: Json) -> str:

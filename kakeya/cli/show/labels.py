@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kakeya.cli.node_api import NodeApi
 from kakeya.core.errors import KakeyaError
-from kakeya.fleet.cards.names import ID_START, told_apart
+from kakeya.fleet.cards.names import short_id, told_apart
 
 _KEY_ID = re.compile(r"\b[a-z2-7]{52}\b")
 
@@ -21,8 +21,7 @@ class NodeLabels:
 
     def of(self, node_id: str) -> str:
         """The label of a node, or else the start of an id made from a key, or else the id."""
-        label = self.by_id.get(node_id, "")
-        return label or (node_id[:ID_START] if _KEY_ID.fullmatch(node_id) else node_id)
+        return self.by_id.get(node_id, "") or short_id(node_id)
 
     def apart(self, node_id: str) -> str:
         """`of`, and of nodes with one label the id behind it."""

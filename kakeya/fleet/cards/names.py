@@ -7,8 +7,15 @@ from collections.abc import Iterable, Mapping
 
 from kakeya.fleet.cards.cards import Card
 
-ID_START = 8
-"""Characters of an id made from a key that tell nodes apart in a name."""
+_LONGEST_ID = 40
+"""An id made from a key has 52 characters; those that people choose are whole."""
+_ID_START = 8
+"""Characters of an id made from a key that tell nodes apart."""
+
+
+def short_id(node_id: str) -> str:
+    """The start of an id made from a key; any other id whole."""
+    return node_id if len(node_id) <= _LONGEST_ID else node_id[:_ID_START]
 
 
 def names_of(cards: Iterable[Card]) -> dict[str, str]:
@@ -21,7 +28,7 @@ def told_apart(labels: Mapping[str, str]) -> dict[str, str]:
     ids."""
     alike = Counter(labels.values())
     names = {
-        node_id: label if alike[label] == 1 else f"{label} ({node_id[:ID_START]})"
+        node_id: label if alike[label] == 1 else f"{label} ({node_id[:_ID_START]})"
         for node_id, label in labels.items()
     }
     alike = Counter(names.values())

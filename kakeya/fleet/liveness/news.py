@@ -13,6 +13,7 @@ from kakeya.core.ids import NodeId
 from kakeya.core.log import event
 from kakeya.core.tasks import sleep_or_wake
 from kakeya.fleet.cards.cards import Card
+from kakeya.fleet.cards.names import short_id
 from kakeya.fleet.view.registry import CapabilityRegistry
 from kakeya.fleet.view.suspicion import Doubt
 
@@ -25,8 +26,6 @@ APPEARED, LEFT, GONE = "a peer appeared", "a peer left", "a peer is gone"
 SILENT, BACK = "a peer does not answer", "a peer answers again"
 NEWS = {APPEARED: "appeared", LEFT: "left", GONE: "gone", SILENT: "silent", BACK: "back"}
 """All that can happen to a peer, as the log says it and as figures do."""
-LONGEST_ID, SHORT_ID = 40, 8
-"""An id made from a key has 52 characters, of which the first tell the nodes of a shelf apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +124,12 @@ class PeerNews:
     def _tell(self, news: str, card: Card) -> None:
         self.counts[NEWS[news]] += 1
         doubt = self._registry.suspicions.doubt_of(card.grpc_address)
-        is_short = len(card.node_id) <= LONGEST_ID
         event(
             _log,
             news,
             level=logging.WARNING if news == SILENT else logging.INFO,
             peer=card.label or card.node_id,
-            node_id=card.node_id if is_short else card.node_id[:SHORT_ID],
+            node_id=short_id(card.node_id),
             address=card.grpc_address,
             **({"doubt": doubt.value} if doubt else {}),
         )

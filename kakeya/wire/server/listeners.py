@@ -44,8 +44,9 @@ _LOOK_EVERY_S = 2.0
 _LOOKS_TO_CALL = 6
 """A connection makes its first call within so many looks after its handshake began, or none."""
 _USUAL_WITHOUT_CALL = 8
-"""In a minute: each doctor of the fleet looks whether a port answers, and a node that ends cuts
-what it began. A node that is refused comes back each 2 to 4 s."""
+"""In a minute: each doctor of the fleet looks whether a port answers, a plan of a ring connects for
+its figures, and a node that ends cuts what it began. A node that is refused comes back each 2 to
+4 s, and goes on."""
 Register = Callable[[grpc.aio.Server], None]
 """Adds the node's services to a server before it starts; called once for each server."""
 
