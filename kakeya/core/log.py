@@ -224,10 +224,11 @@ class CountLog:
         new, mono = self.total - self._told, self._clock.mono()
         if new and mono - self._told_mono >= WARN_S:
             self._told, self._told_mono = self.total, mono
-            is_more = new > self._usual
-            goes_on = not self._usual or mono - self._more_mono < 2 * WARN_S
-            self._more_mono = mono if is_more else self._more_mono
-            level = logging.WARNING if is_more and goes_on else logging.INFO
+            level = logging.INFO
+            if new > self._usual:
+                if not self._usual or mono - self._more_mono < 2 * WARN_S:
+                    level = logging.WARNING
+                self._more_mono = mono
             event(self._log, self._message, level=level, count=new, in_all=self.total)
 
 
