@@ -237,8 +237,9 @@ def _status(node: NodeApi, *, as_json: bool, watch: bool) -> int:
     with ExitStack() as stack:
         if not as_json:
             from kakeya.cli.show.display import show_status, watched_status
+            from kakeya.cli.show.tables import stdout_console
 
-            show = stack.enter_context(watched_status()) if watch else show_status
+            show = stack.enter_context(watched_status(stdout_console())) if watch else show_status
         while True:
             show(node.get("/api/v1/status"))
             if not watch:

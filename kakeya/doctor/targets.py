@@ -51,7 +51,7 @@ def find_targets(wanted: str, cards: Sequence[Card]) -> tuple[Target, ...]:
         [card for card in cards if card.node_id.startswith(wanted)],
     ):
         if len(matches) > 1:
-            ids = ", ".join(card.node_id[: len(wanted) + 8] for card in matches)
+            ids = ", ".join(short_id(card.node_id) for card in matches)
             raise InvalidArgument(f"{wanted!r} names {len(matches)} nodes: {ids}; give more of one")
         if matches:
             return (_target(matches[0]),)

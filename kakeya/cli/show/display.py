@@ -21,7 +21,6 @@ from kakeya.core.units import format_bytes, printable
 from kakeya.fleet.cards.names import short_id
 
 Json = Mapping[str, object]
-_console = stdout_console()
 _SILENCE = {
     "asymmetric": ", answers other nodes but not this one",
     "fleet_wide": ", answers no node",
@@ -30,11 +29,11 @@ _SILENCE = {
 
 def show_status(status: Json) -> None:
     """Print the node, its models, and the fleet as the node sees it."""
-    _write_status(status, _console)
+    _write_status(status, stdout_console())
 
 
 @contextmanager
-def watched_status(console: Console = _console) -> Iterator[Callable[[Json], None]]:
+def watched_status(console: Console) -> Iterator[Callable[[Json], None]]:
     """Keep a status on a screen of its own, which goes at the end; yields a function to show it.
 
     A picture that is longer than the window is cut, and its last line says by how much. Without a
@@ -200,11 +199,11 @@ def _show_precache(precache: Json, console: Console) -> None:
 
 def show_plan(plan: Json) -> None:
     """Print which node verifies, which node drafts, and which sources each policy would ask."""
-    plan = _printable(plan)
+    plan, console = _printable(plan), stdout_console()
     placed = plan.get("placement")
     if is_object(placed):
         where = "on the same node" if placed.get("colocated") else "on another node"
-        _console.print(
+        console.print(
             f"verify  {placed.get('verifier_model')} on {placed.get('verifier_node')} "
             f"({placed.get('verifier_address')})\n"
             f"draft   {placed.get('proposer_model')} on {placed.get('proposer_node')} "
@@ -213,14 +212,14 @@ def show_plan(plan: Json) -> None:
             markup=False,
         )
     else:
-        _console.print(f"no plan: {plan.get('reason')}", highlight=False, markup=False)
+        console.print(f"no plan: {plan.get('reason')}", highlight=False, markup=False)
     for model, policies in _object(plan, "drafts").items():
         if is_object(policies):
             for policy, sources in policies.items():
                 names = ", ".join(sources) if isinstance(sources, list) else ""
                 line = f"{model}, policy {policy}: {names or 'none'}"
-                _console.print(line, highlight=False, markup=False)
-    _show_rings(_objects(plan, "rings"), (), _console)
+                console.print(line, highlight=False, markup=False)
+    _show_rings(_objects(plan, "rings"), (), console)
 
 
 def _models(models: Iterable[Json], console: Console) -> Table:
@@ -350,7 +349,7 @@ def show_demo(rows: Sequence[DemoRow]) -> None:
             f"{row.tokens_per_step:.2f}",
             "yes" if row.identical else "[bold red]NO[/bold red]",
         )
-    _console.print(table)
+    stdout_console().print(table)
 
 
 def _acceptance(row: DemoRow) -> str:
