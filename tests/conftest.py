@@ -56,8 +56,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What collection makes stays: no search for garbage, there or later, walks it. The tests keep
-    their results, so that a search of all finds little."""
+    """What collection makes stays: no search for garbage, there or later, walks it. Later ones come
+    seldom: they cost a run more than what they free is worth."""
     gc.disable()
     try:
         return (yield)

@@ -113,7 +113,9 @@ class StandIns:
         return grpc.unary_unary_rpc_method_handler(answer)
 
 
-async def call(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.StatusCode:
+async def call(
+    channel: grpc.aio.Channel, method: MethodDescriptor, *, tries: int = 3
+) -> grpc.StatusCode:
     """Call a method with an empty request; return how it ended."""
     try:
         if method.client_streaming and method.server_streaming:
@@ -127,9 +129,9 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.Stat
         else:
             await channel.unary_unary(path(method))(b"", timeout=10)
     except grpc.aio.AioRpcError as error:
-        # Of a stream that is refused while grpc.aio writes to it, the status may be lost.
-        if error.details() == "Internal error from Core":
-            return await call(channel, method)
+        # grpc.aio may lose the status of a stream that is refused while it writes to it.
+        if tries > 1 and method.client_streaming and error.details() == "Internal error from Core":
+            return await call(channel, method, tries=tries - 1)
         return error.code()
     return grpc.StatusCode.OK
 
