@@ -26,6 +26,10 @@ APPEARED, LEFT, GONE = "a peer appeared", "a peer left", "a peer is gone"
 SILENT, BACK = "a peer does not answer", "a peer answers again"
 NEWS = {APPEARED: "appeared", LEFT: "left", GONE: "gone", SILENT: "silent", BACK: "back"}
 """All that can happen to a peer, as the log says it and as figures do."""
+_REASONS = {
+    Doubt.FLEET_WIDE: "no other node reaches it either",
+    Doubt.ASYMMETRIC: "other nodes reach it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,9 @@ class PeerNews:
 
     def _tell(self, news: str, card: Card) -> None:
         self.counts[NEWS[news]] += 1
-        doubt = self._registry.suspicions.doubt_of(card.grpc_address)
+        reason = ""
+        if news == SILENT and (doubt := self._registry.suspicions.doubt_of(card.grpc_address)):
+            reason = _REASONS.get(doubt, "")
         event(
             _log,
             news,
@@ -131,5 +137,5 @@ class PeerNews:
             peer=card.label or card.node_id,
             node_id=short_id(card.node_id),
             address=card.grpc_address,
-            **({"doubt": doubt.value} if doubt else {}),
+            **({"reason": reason} if reason else {}),
         )
