@@ -75,7 +75,8 @@ def refusal(nothing_blocks_the_event_loop: BlockBuster) -> Iterator[Callable[...
             async with Agent(settings, command, home):
                 pass
 
-        settings = config.load(("--data-dir", str(folder), *flags), {})
+        own = ("--data-dir", str(folder), "--http", "127.0.0.1:0")  # a node may run beside the tests
+        settings = config.load((*own, *flags), {})
         with DataDir(settings.data_dir) as home:
             asyncio.run(enter(home))
 

@@ -96,6 +96,7 @@ async def test_tables_of_models_reach_memory_and_requests_and_are_read_again(tmp
 def test_an_option_that_the_backend_lacks_ends_the_start(tmp_path):
     file = tmp_path / "node.toml"
     written(file, "options = {ctx_size = 4096}")
-    ended = run_daemon("--config", str(file), "--data-dir", str(tmp_path / "data"))
+    own = ("--data-dir", str(tmp_path / "data"), "--http", "127.0.0.1:0", "--bind", "127.0.0.1:0")
+    ended = run_daemon("--config", str(file), *own)
     assert ended.returncode == 2
     assert f"models.{VERIFIER}.options.ctx_size: mlx has the options group" in ended.stderr
