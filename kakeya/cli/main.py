@@ -38,6 +38,7 @@ from kakeya.cli.service import restart, update
 from kakeya.cli.show.labels import NodeLabels, labels_in, labels_of
 from kakeya.cli.talk import chat, generate
 from kakeya.core.errors import ConfigError, KakeyaError
+from kakeya.core.settings import nearest
 from kakeya.core.units import printable
 
 _WATCH_S = 1.0
@@ -46,7 +47,11 @@ DOCTOR = "find faults of this node, its peers and the network between them"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    options = parser().parse_args(argv)
+    whole = parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        whole.print_help()
+        return 2
+    options = whole.parse_args(argv)
     try:
         return _run(options)
     except ConfigError as wrong:
@@ -142,14 +147,33 @@ class _Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse's own, which `parse_known_intermixed_args` calls once for each kind."""
-        optional = any(action.nargs in ("?", "*") for action in self._get_positional_actions())
-        if self._is_between or not optional:
+        if self._is_between:
             return super().parse_known_args(args, namespace)
-        self._is_between = True
+        optional = any(action.nargs in ("?", "*") for action in self._get_positional_actions())
+        self._is_between = optional
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            parse = self.parse_known_intermixed_args if optional else super().parse_known_args
+            found, unknown = parse(args, namespace)
         finally:
             self._is_between = False
+        if unknown:
+            self.error(self._unknown(unknown))
+        return found, unknown
+
+    def _unknown(self, arguments: Sequence[str]) -> str:
+        """What is wrong with arguments that the command does not take."""
+        first = arguments[0].partition("=")[0]
+        if not first.startswith("-"):
+            return f"unexpected: {' '.join(arguments)}"
+        if first == "--node":
+            return "no option --node here: the command acts as the owner of this machine's node"
+        return f"no option {first}{nearest(first, self._option_string_actions)}"
+
+    def _check_value(self, action: argparse.Action, value: str) -> None:
+        if action.metavar == "COMMAND" and action.choices and value not in action.choices:
+            near = nearest(value, map(str, action.choices))
+            raise argparse.ArgumentError(None, f"no command {value!r}{near}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"kakeya: {message}; see {self.prog} --help\n")
