@@ -5,6 +5,7 @@
 import { bytes, clock, count, joined, median, percent, seconds, speed, sum } from "./dom.js";
 
 const SLOW = 0.7;
+const UNTOLD_S = 1; // a request that waits for nothing it could name is told of from then on
 export const WARM = 0.5; // the share of a conversation from which on it counts as warm
 const USUAL_RTT_MS = { loopback: 5, thunderbolt: 3, lan: 10, tailscale: 60, public: 150 };
 const KINDS = { loopback: "local", thunderbolt: "Thunderbolt", lan: "LAN", tailscale: "Tailscale", public: "internet" };
@@ -31,7 +32,7 @@ function nodeOf(id, told) {
     name: card?.label || id,
     link: card && !card.is_self ? linkOf(card) : null,
     running: sum(models.map((one) => one.running ?? 0)),
-    waiting: told.requests ?? [],
+    waiting: (told.requests ?? []).filter((one) => one.waits_for || one.seconds >= UNTOLD_S),
     pulls: told.weights?.pulls ?? [],
     loading: models.filter((one) => one.state === "loading"),
   };
@@ -76,8 +77,8 @@ export function headline(fleet) {
   if (!own) return { lead: "Reading the fleet…", rest: "", tone: "" };
   const troubled = nodes.filter((node) => node.problems.length);
   const silent = troubled.filter((node) => node.card.is_suspect);
-  const running = sum(nodes.map((node) => node.running)), waiting = sum(nodes.map((node) => node.waiting.length));
-  const work = running || waiting ? `${count(running, "answer")} being made${waiting ? `, ${count(waiting, "request")} waiting` : ""}` : "idle";
+  const { running, waiting } = workOf(nodes);
+  const work = running || waiting.length ? `${count(running, "answer")} being made${waiting.length ? `, ${count(waiting.length, "request")} waiting` : ""}` : "idle";
   const rest = `${count(nodes.length, "node")}, ${work}.`;
   if (silent.length) return { lead: `${named(silent)} ${silent.length > 1 ? "do" : "does"} not answer.`, rest, tone: "bad" };
   if (troubled.length) return { lead: `${named(troubled)} ${troubled.length > 1 ? "need" : "needs"} a look.`, rest, tone: "warn" };
@@ -135,8 +136,16 @@ function slow(fleet) {
   return { answer, tone: late.length ? "warn" : "good", reasons, rows };
 }
 
+/** The answers being made, and the requests that wait, each with its node. An engine counts the
+    requests whose prompts it reads among those that run. */
+export function workOf(nodes) {
+  const waiting = nodes.flatMap((node) => node.waiting.map((one) => ({ ...one, at: node })));
+  const read = waiting.filter((one) => one.waits_for?.reason === "prompt").length;
+  return { waiting, running: Math.max(0, sum(nodes.map((node) => node.running)) - read) };
+}
+
 function wait(fleet) {
-  const all = fleet.nodes.flatMap((node) => node.waiting.map((one) => ({ ...one, at: node })));
+  const all = workOf(fleet.nodes).waiting;
   const worst = [...all].sort((a, b) => b.seconds - a.seconds)[0];
   const reasons = all.map((one) => ["warn", `${one.id} of ${one.client || "an unnamed client"} at ${one.at.name}: ${one.waits_for?.says ?? "it is being prepared"}, for ${seconds(one.seconds)} so far`]);
   return {
@@ -215,7 +224,7 @@ function memory(fleet) {
   const fullest = fleet.nodes.filter((node) => node.memory).sort((a, b) => share(b) - share(a))[0];
   if (!fullest) return { answer: "No node tells of its memory.", tone: "", reasons: [], rows };
   const [first] = rows;
-  const answer = first ? `${first.name} on ${first.node.name}, ${bytes(first.bytes)}; ${fullest.name} is ${percent(share(fullest))} full.` : "Nothing is in memory.";
+  const answer = first ? `Mostly ${first.name} on ${first.node.name}, ${bytes(first.bytes)}; ${fullest.name} is ${percent(share(fullest))} full.` : "Nothing is in memory.";
   return { answer, tone: "", reasons: [], rows };
 }
 

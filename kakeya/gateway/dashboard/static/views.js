@@ -1,6 +1,6 @@
 // The views: each a function of the fleet that returns what is to be seen.
 
-import { answered, conversations, evictions, happenings, headline, occupants, QUESTIONS, rings, share, speeds } from "./answers.js";
+import { answered, conversations, evictions, happenings, headline, occupants, QUESTIONS, rings, share, speeds, workOf } from "./answers.js";
 import { bytes, clock, count, h, joined, partOf, percent, seconds, speed, sum } from "./dom.js";
 
 const MOST_ROUND = 9;
@@ -291,8 +291,7 @@ function modelTable(node) {
 const stateOf = (one) => badge({ ready: "good", failed: "bad", loading: "accent" }[one.state] ?? "", one.state, one.load && `: ${one.load.at}`, one.restarts ? `, ${count(one.restarts, "restart")}` : "", one.error ? `: ${one.error}` : "");
 
 export function requestsView(fleet) {
-  const waiting = fleet.nodes.flatMap((node) => node.waiting.map((one) => ({ ...one, at: node })));
-  const running = sum(fleet.nodes.map((node) => node.running));
+  const { running, waiting } = workOf(fleet.nodes);
   const clients = fleet.nodes.flatMap((node) => (node.told.clients ?? []).map((one) => ({ ...one, node })));
   return [
     h("h1", { class: "lead" }, running || waiting.length ? `${count(running, "answer")} being made, ${count(waiting.length, "request")} waiting.` : "No request runs or waits."),
