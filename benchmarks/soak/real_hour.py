@@ -13,12 +13,20 @@ import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from benchmarks.failover import Streamed
 from benchmarks.shelf_drill.__main__ import found, offered
-from benchmarks.shelf_drill.clients import HUNG_S, Tally, client_of, openai_loop, undisturbed
+from benchmarks.shelf_drill.clients import (
+    HUNG_S,
+    Form,
+    Tally,
+    client_of,
+    openai_loop,
+    undisturbed,
+)
 from benchmarks.shelf_drill.faults import ENGINES, FLAGS, Faults
 from benchmarks.soak.samples import Samples, status_of
 from benchmarks.soak.slopes import Verdict, none_of
@@ -28,11 +36,15 @@ from tests.node.test_routed_namespaces import get
 from tests.node.test_three_namespaces import HTTP, Mini
 
 CLIENTS, REST_S = 2, 4.0
+FILL, FILL_AT_ONCE, FILL_S = 3000, 8, 600.0
+"""Requests, and the longest time for them, after which what a node keeps of requests has reached
+its bounds: in an hour of few requests it would pass for growth."""
 RESTS_X = 4.0
 TABLE_S = 60.0
 QUIET_S = 90.0
 """In which all must be as before the faults, once they have ended."""
 LASTING = ("engine stopped", "agent stopped", "cable pulled", "link silent")
+Known = Mapping[str, tuple[Form, Streamed]]
 Tell = Callable[[str], None]
 Keep = Callable[[Sequence[Verdict]], None]
 
@@ -89,8 +101,11 @@ async def run_hour(
     async with client_of(HTTP) as openai:
         known = await undisturbed(openai)
     tell(f"the undisturbed answers: {', '.join(known)}")
-    tally, samples = Tally(), Samples(folder / "samples.jsonl")
     faults, rng = Hostilities(random.Random(seed)), random.Random(seed + 1)
+    tally = Tally()
+    await _fill(known, tally, rng)
+    tell(f"{tally.count()} requests before the first fault")
+    samples = Samples(folder / "samples.jsonl")
     until = time.monotonic() + minutes * 60
 
     def goes_on() -> bool:
@@ -142,6 +157,16 @@ async def run_hour(
         none_of("real: well again after the faults", ill),
         none_of("real: tracebacks in logs", logs),
     ]
+
+
+async def _fill(known: Known, tally: Tally, rng: random.Random) -> None:
+    until = time.monotonic() + FILL_S
+
+    def goes_on() -> bool:
+        return tally.count() < FILL and time.monotonic() < until
+
+    many = [random.Random(rng.random()) for _ in range(FILL_AT_ONCE)]
+    await asyncio.gather(*(openai_loop(HTTP, known, tally, goes_on, one, rest_s=0) for one in many))
 
 
 def _outcome(tally: Tally) -> list[Verdict]:
