@@ -75,7 +75,8 @@ def refusal(nothing_blocks_the_event_loop: BlockBuster) -> Iterator[Callable[...
             async with Agent(settings, command, home):
                 pass
 
-        own = ("--data-dir", str(folder), "--http", "127.0.0.1:0")  # a node may run beside the tests
+        # A node may run beside the tests, on the usual ports.
+        own = ("--data-dir", str(folder), "--http", "127.0.0.1:0")
         settings = config.load((*own, *flags), {})
         with DataDir(settings.data_dir) as home:
             asyncio.run(enter(home))
