@@ -60,7 +60,7 @@ export const seconds = (s) => {
   if (s < 5400) return `${Math.round(s / 60)} min`;
   return s < 129600 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} d`;
 };
-export const percent = (share) => `${Math.round(100 * share)} %`;
+export const percent = (share) => `${Math.round(100 * share)}\u00a0%`;
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 export const count = (number, word, words = `${word}s`) => `${number.toLocaleString("en")} ${number === 1 ? word : words}`;
 export const speed = (rate) => `${rate < 9.95 ? rate.toFixed(1) : Math.round(rate)} tokens/s`;
