@@ -83,6 +83,8 @@ def play() -> None:
     for module, names in LACKS.items():
         for name in names.split():
             vars(module).pop(name, None)
+    # Python 3.13 has it everywhere; elsewhere than on a Mac it asks for the affinity.
+    os.process_cpu_count = os.cpu_count  # type: ignore[attr-defined]
 
 
 # --- the C library

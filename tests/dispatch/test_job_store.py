@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ TWO = Job(
     result=b"[]",
     error=JobError(code="internal", message="it broke"),
 )
+
+
+def kept(folder: Path) -> tuple[list[Job], str]:
+    with closing(JobStore(folder / FILE)) as store:
+        return store.load()
 
 
 def test_jobs_come_back_as_they_were_oldest_first(tmp_path: Path) -> None:
@@ -91,7 +97,7 @@ async def test_the_writer_goes_on_without_its_disk_and_writes_when_it_is_back(
     assert await writer.flush()
     assert writer.problem == ""
     await writer.aclose()
-    assert await asyncio.to_thread(JobStore(folder / FILE).load) == ([ONE, TWO], "")
+    assert await asyncio.to_thread(kept, folder) == ([ONE, TWO], "")
 
 
 async def test_a_file_that_is_damaged_in_use_is_written_anew_with_all_jobs(tmp_path: Path) -> None:
@@ -111,7 +117,7 @@ async def test_a_file_that_is_damaged_in_use_is_written_anew_with_all_jobs(tmp_p
     assert "was damaged" in writer.problem
     assert await writer.flush()
     await writer.aclose()
-    assert await asyncio.to_thread(JobStore(tmp_path / FILE).load) == ([ONE, TWO], "")
+    assert await asyncio.to_thread(kept, tmp_path) == ([ONE, TWO], "")
 
 
 async def test_without_a_store_nothing_is_kept() -> None:

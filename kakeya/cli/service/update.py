@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import shlex
 import sys
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 from zipfile import ZipFile
@@ -160,18 +161,22 @@ def pack_installed(installed: metadata.Distribution, folder: Path) -> Path:
     Raises ConfigError where files of it cannot be read.
     """
     info = f"{installed.name}-{installed.version}.dist-info"
+    # `installed.files` leaves out what is missing, since Python 3.12.
+    rows = csv.reader((installed.read_text("RECORD") or "").splitlines())
     wheel = folder / f"{installed.name}-{installed.version}-py3-none-any.whl"
     files = [
         file
-        for file in installed.files or ()
+        for file in (PurePosixPath(row[0]) for row in rows if row)
         if file.parts[0] in (installed.name, info)
         and file.suffix != ".pyc"
         and file.name not in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
     ]
+    if not files:
+        raise ConfigError(f"not updated: pip has no list of the files of {installed.version}")
     try:
         with ZipFile(wheel, "w", strict_timestamps=False) as packed:
             for file in files:
-                packed.write(str(file.locate()), str(file))
+                packed.write(str(installed.locate_file(str(file))), str(file))
             record = f"{info}/RECORD"
             packed.writestr(record, "".join(f"{file},,\n" for file in (*files, record)))
     except OSError as fault:
