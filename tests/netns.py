@@ -15,7 +15,7 @@
     machine.pass_out()              ends both
 
 The switch is a namespace too, so nothing here touches an interface of the host. Everything lives
-in names `kkns-TIME-...`; those older than an hour are a crashed run's and are removed.
+in names `kkns-PID-...`; those of a process that is gone are a crashed run's and are removed.
 Needs root, `ip`, and for the one-way drops `tc` with classic BPF; `why_not()` says what is missing.
 """
 
@@ -45,7 +45,6 @@ import pytest
 
 PREFIX = "kkns-"
 LAN, CABLE = "lan0", "thunderbolt"
-_OLD_S = 3600.0
 _CLONE_NEWNET = 0x40000000
 _FOLDER = Path("/run/netns")
 _REPO = Path(__file__).parents[1]
@@ -291,7 +290,7 @@ def network(
     Without `has_carriers`, systems may not have told yet that their links are up.
     """
     _remove_old()
-    run = run_name(time.time())
+    run = run_name(os.getpid())
     switch = f"{run}-switch"
     machines: list[Machine] = []
     try:
@@ -358,17 +357,16 @@ def _add_cable(left: Machine, right: Machine, number: int) -> None:
         _ip("-n", machine.name, "link", "set", name, "up")
 
 
-def run_name(now: float) -> str:
-    """Draw a name for one run; it says when that was, which the system does not."""
-    return f"{PREFIX}{int(now):x}-{secrets.token_hex(2)}"
+def run_name(pid: int) -> str:
+    """Draw a name for one run of a process."""
+    return f"{PREFIX}{pid}-{secrets.token_hex(2)}"
 
 
 def _remove_old() -> None:
     for file in _FOLDER.glob(f"{PREFIX}*") if _FOLDER.is_dir() else ():
-        made = file.name.removeprefix(PREFIX).partition("-")[0]
-        with contextlib.suppress(ValueError):
-            if time.time() - int(made, 16) > _OLD_S:
-                _remove(file.name)
+        pid = file.name.removeprefix(PREFIX).partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            _remove(file.name)
 
 
 def _remove(name: str) -> None:

@@ -95,7 +95,8 @@ def served(node: NodeProcess) -> set[str]:
 
 
 async def answer(node: NodeProcess, model: str, **more: Any) -> list[Any]:
-    body = {"model": model, "prompt": "def ", "max_tokens": 3, "stream": True} | more
+    body = {"model": model, "prompt": "def ", "max_tokens": 3, "temperature": 0, "stream": True}
+    body |= more
     return [*await asyncio.to_thread(list, node.api.stream("/v1/completions", body))]
 
 
