@@ -102,6 +102,8 @@ def engine_options() -> tuple[Option, ...]:
         # Pings that measure a network would wake an idle node, and a socket has no delay to learn:
         # the window of a stream, which they would widen, is wide from the start.
         ("grpc.http2.bdp_probe", 0),
+        # Half an hour without a call would close the connection, by a timer that is looked at.
+        ("grpc.client_idle_timeout_ms", 2**31 - 1),
         ("grpc.http2.lookahead_bytes", 4 * MIB),
         *message_options(ENGINE_MESSAGE_BYTES),
     )
