@@ -22,6 +22,8 @@ from benchmarks.report import percentile
 from scripts.agents import run_agent
 
 Form = tuple[str, Mapping[str, Any]]
+Known = Mapping[str, tuple[Form, Streamed]]
+"""Each form of request, by name, with the undisturbed answer."""
 HUNG_S = 180.0
 _AGENT_S = 420.0
 _RETRY_S = 1.0
@@ -153,7 +155,7 @@ async def ask(
 
 async def openai_loop(
     address: str,
-    known: Mapping[str, tuple[Form, Streamed]],
+    known: Known,
     tally: Tally,
     goes_on: Callable[[], bool],
     rng: random.Random,

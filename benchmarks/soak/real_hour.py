@@ -13,15 +13,14 @@ import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from benchmarks.failover import Streamed
 from benchmarks.shelf_drill.__main__ import found, offered
 from benchmarks.shelf_drill.clients import (
     HUNG_S,
-    Form,
+    Known,
     Tally,
     client_of,
     openai_loop,
@@ -44,7 +43,6 @@ TABLE_S = 60.0
 QUIET_S = 90.0
 """In which all must be as before the faults, once they have ended."""
 LASTING = ("engine stopped", "agent stopped", "cable pulled", "link silent")
-Known = Mapping[str, tuple[Form, Streamed]]
 Tell = Callable[[str], None]
 Keep = Callable[[Sequence[Verdict]], None]
 

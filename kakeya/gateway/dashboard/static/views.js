@@ -69,7 +69,8 @@ function gains(fleet, node) {
 
 function badges(node) {
   const found = node.problems.slice(0, 1).map(([tone, , short]) => badge(tone, short));
-  if (node.running) found.push(badge("good", `${node.running} answering`));
+  const { running } = workOf([node]);
+  if (running) found.push(badge("good", `${running} answering`));
   if (node.waiting.length) found.push(badge("warn", `${node.waiting.length} waiting`));
   for (const one of node.pulls) found.push(badge("accent", `${one.phase} ${done(one.done_bytes, one.bytes)}${one.name}`));
   for (const one of node.loading) found.push(badge("accent", `loading ${done(one.load?.done_bytes, one.load?.total_bytes)}${one.model_id}`));
