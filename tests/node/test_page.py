@@ -324,6 +324,22 @@ async def test_a_long_wait_and_a_download_are_shown_whole(browser: Browser, shel
         await keep(page, "long-wait")
 
 
+async def test_a_request_is_counted_once(browser: Browser, shelf: Shelf) -> None:
+    """An engine counts one whose prompt it reads; one that has just come waits for nothing."""
+    one = {"id": "req-1", "client": "an-agent", "model": VERIFIER, "seconds": 0.2}
+    read = one | {"waits_for": {"reason": "prompt", "says": LONG, "seconds": None}}
+    come = one | {"id": "req-2", "waits_for": None}
+    model = {"model_id": VERIFIER, "state": "ready", "role": "verifier", "running": 2, "waiting": 0}
+    async with told(browser, shelf, {"requests": [read, come], "models": [model]}) as page:
+        tile = page.locator(".tile", has_text="mini-1")
+        await expect(tile).to_contain_text("1 answering")
+        await expect(tile).to_contain_text("1 waiting")
+        await page.goto(f"{shelf.base}/#/requests")
+        await expect(page.locator("h1.lead")).to_have_text(
+            "1 answer being made, 1 request waiting."
+        )
+
+
 async def test_a_ring_group_and_a_lease(browser: Browser, shelf: Shelf) -> None:
     data = str(shelf.nodes[1].log_file.parent / "data")
     up = ("ring", "up", VERIFIER, "--nodes", "mini-2,mini-3", "--name", GROUP, "--data-dir", data)
