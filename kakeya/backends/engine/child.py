@@ -118,5 +118,4 @@ class Child:
 
 def engine_client(child: Child) -> EngineClient:
     """The client of an engine that is part of this package."""
-    address = f"unix:{child.socket}"
-    return EngineClient(child.model_id, address, child.keepalive, child.clock, lend=child.lend)
+    return EngineClient(child.model_id, child.socket, child.keepalive, child.clock, lend=child.lend)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -56,6 +57,8 @@ LEND_S = 5.0
 """After this time without an answer the engine has stopped waiting."""
 CLOSE_GRACE_S = 1.0
 """How long the streams of a dead engine may take to end by themselves."""
+_LOOK_EVERY_S = 0.05
+"""Seconds between two looks for the socket of a child that starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +91,10 @@ def _options(keepalive: Keepalive) -> tuple[Option, ...]:
     differs: tuple[Option, ...] = (
         # Without a call the probes of its owner are enough: a ping wakes a dozen threads.
         ("grpc.keepalive_permit_without_calls", 0),
-        # The child binds its socket when it is ready; each look costs one connect(2).
+        # The socket of a child is there a moment before it takes connections.
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 5000),
     )
     kept = dict(keepalive.client_options()) | dict(differs)
     return *kept.items(), *engine_options()
@@ -103,7 +106,7 @@ class EngineClient:
     def __init__(
         self,
         name: str,
-        address: str,
+        socket: Path,
         keepalive: Keepalive,
         clock: Clock | None = None,
         lend: Callable[[KvWant], Awaitable[None]] | None = None,
@@ -111,7 +114,8 @@ class EngineClient:
         """`lend` answers the engine with new bounds where it asks for a larger KV bound."""
         self._name = name
         self._lend_kv = lend
-        self._channel = open_channel(address, _options(keepalive))
+        self._socket = socket
+        self._channel = open_channel(f"unix:{socket}", _options(keepalive))
         self._stub = EngineServiceStub(self._channel)
         self._park_ids = itertools.count(1)
         self._loads = AdapterStream(name, self._stub, self._failure_of, clock or SystemClock())
@@ -123,9 +127,22 @@ class EngineClient:
         """
         with self._told():
             reply = await self._stub.Describe(
-                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
+                pb.DescribeRequest(), timeout=await self._bound(timeout_s), wait_for_ready=True
             )
         return facts_from_wire(reply)
+
+    async def _bound(self, timeout_s: float) -> float:
+        """Wait for the socket of the child; return the rest of the time.
+
+        No call waits for it: a channel that looks by connecting sets short timers, after which
+        gRPC's timers wake this process at several moments of each second, until it ends.
+        """
+        end = asyncio.get_running_loop().time() + timeout_s
+        while (left_s := end - asyncio.get_running_loop().time()) > 0:
+            if await asyncio.to_thread(self._socket.exists):
+                break
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return max(0.0, left_s)
 
     async def decode(
         self, request: DecodeRequest, timeout_s: float, offer: KvOffer = NO_KV

@@ -312,6 +312,9 @@ class EngineLife:
             self.engine = None
             self._refusal = refusal.message
             process.kill("was refused")
+        except Exception as fault:  # noqa: BLE001 - no fault may leave a child without a keeper
+            self.engine = None
+            process.kill(f"lost its keeper: {fault!r}")
 
     async def _serve(self, process: EngineProcess, client: ChildClient) -> None:
         try:

@@ -61,6 +61,7 @@ class Connections:
         self._open_peers = open_peers
         self._hang_up = hang_up
         self._held: dict[str, OrderedDict[Peer, _Link]] = {}
+        self._admissions: dict[tuple[str, Peer], asyncio.Task[None]] = {}
         self._noted = 0
 
     @property
@@ -77,22 +78,34 @@ class Connections:
         if known is not None:
             known.ends_at = ends_at  # a new connection may come from the port of an old one
             return
+        # Calls that come at once on one connection are admitted once: after that it may have been
+        # closed for the next, and is not noted again.
+        admission = self._admissions.get((caller, peer))
+        if admission is None:
+            admission = asyncio.create_task(self._admit(caller, peer, ends_at))
+            self._admissions[caller, peer] = admission
+            admission.add_done_callback(lambda done: self._end_admission(done, caller, peer))
+        await asyncio.shield(admission)
+
+    async def _admit(self, caller: str, peer: Peer, ends_at: float) -> None:
         self._noted += 1
         is_full = len(self._held.get(caller, ())) >= self._limit
         if is_full or self._noted % _TIDY_EVERY == 0:
-            self._forget_all_but(await asyncio.to_thread(self._open_peers))
+            known = self.known()
+            self._forget(known - await asyncio.to_thread(self._open_peers))
         held = self._held.setdefault(caller, OrderedDict())
-        if len(held) >= self._limit and peer not in held:
+        if len(held) >= self._limit:
             self._make_room(caller, held, peer)
-        held.setdefault(peer, _Link(ends_at=ends_at))
+        held[peer] = _Link(ends_at=ends_at)
 
     @contextmanager
     def call(self, caller: str, peer: Peer) -> Iterator[None]:
         """Count one call on an admitted connection while it runs."""
-        held = self._held.setdefault(caller, OrderedDict())
-        link = held.setdefault(peer, _Link())
+        held = self._held.get(caller, OrderedDict())
+        link = held.get(peer) or _Link()  # it may have been closed since: its calls end
         link.calls += 1
-        held.move_to_end(peer)
+        if peer in held:
+            held.move_to_end(peer)
         try:
             yield
         finally:
@@ -147,9 +160,14 @@ class Connections:
         if peers:
             asyncio.get_running_loop().run_in_executor(None, self._hang_up, peers)
 
-    def _forget_all_but(self, open_now: Collection[Peer]) -> None:
+    def _forget(self, closed: Collection[Peer]) -> None:
         for caller, held in list(self._held.items()):
-            for peer in [peer for peer in held if peer not in open_now]:
+            for peer in [peer for peer in held if peer in closed]:
                 del held[peer]
             if not held:
                 del self._held[caller]
+
+    def _end_admission(self, admission: asyncio.Task[None], caller: str, peer: Peer) -> None:
+        del self._admissions[caller, peer]
+        if not admission.cancelled():
+            admission.exception()  # the calls that were refused may be gone

@@ -1,8 +1,9 @@
 """Detect a stuck event loop from a thread, and print where it is stuck.
 
-The thread asks the loop for a sign of life all the time. When none comes within the limit, the
-stacks of all threads go to stderr while the loop is still stuck. Callbacks for the loop itself are
-put in front of all waiting work: the loop runs them before it reads the next call.
+The thread looks at the loop all the time, and asks it for a sign of life unless it waits for work:
+an idle node sleeps on. When no sign comes within the limit, the stacks of all threads go to stderr
+while the loop is still stuck. Callbacks for the loop itself are put in front of all waiting work:
+the loop runs them before it reads the next call.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _log = logging.getLogger(__name__)
 LIMIT_S = 1.2
 """Ten times the longest collection of garbage or burst of cards."""
 PAUSE_S = 0.7
-"""Seconds between two questions. A loop that is stuck right after an answer is detected after this
-time and the limit."""
+"""Seconds between two looks. A loop that is stuck right after one is detected after this time and
+the limit."""
 CALM_S = 5.0
 """How long the loop has to run before a stall is over: the cause may come back."""
 
@@ -45,7 +46,7 @@ class _Sign(threading.Event):
 class LoopWatchdog:
     """Watches the running loop inside a `with`.
 
-    `answers` and `stalls` are counts, `worst_lag_s` is the longest wait.
+    `looks` and `stalls` are counts, `worst_lag_s` is the longest wait for a sign.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class LoopWatchdog:
         self._on_calm = on_calm
         self._file = file or sys.stderr
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
-        self.answers = 0
+        self.looks = 0
         self.stalls = 0
         self.worst_lag_s = 0.0
 
@@ -87,18 +89,28 @@ class LoopWatchdog:
         calm_mono: float | None = None
         while True:
             sign = _Sign()
-            if not self._tell(sign.give) or self._stop.wait(self._pause_s):
+            if self._waits_for_work():
+                sign.set()
+            elif not self._tell(sign.give):
+                return
+            if self._stop.wait(self._pause_s):
                 return
             if not sign.wait(self._limit_s - self._pause_s):
                 self._report()
                 if not self._wait_out(sign):
                     return
                 calm_mono = time.monotonic() + self._calm_s
-            self.answers += 1
+            self.looks += 1
             self.worst_lag_s = max(self.worst_lag_s, sign.lag_s)
             if calm_mono is not None and time.monotonic() >= calm_mono:
                 calm_mono = None
                 self._tell(self._on_calm)
+
+    def _waits_for_work(self) -> bool:
+        """Whether the loop is in its own call of `select`; False for a loop that has none."""
+        frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001 - documented
+        names = [at.f_code.co_name for at in (frame, frame and frame.f_back) if at]
+        return names == ["select", "_run_once"]
 
     def _wait_out(self, sign: _Sign) -> bool:
         """Wait until the loop runs again; False if the watchdog was closed."""

@@ -49,7 +49,7 @@ class Engine(engine_pb2_grpc.EngineServiceServicer):
     """An engine's end of the socket; the test is its model thread."""
 
     def __init__(self, folder: Path) -> None:
-        self.address = f"unix:{folder}/engine"
+        self.socket = folder / "engine"
         self.flights: dict[str, Future[LoadedAdapter]] = {}
         self.streams = 0
         self.begun = asyncio.Event()
@@ -76,7 +76,7 @@ class Engine(engine_pb2_grpc.EngineServiceServicer):
 
     async def __aenter__(self):
         engine_pb2_grpc.add_EngineServiceServicer_to_server(self, self.server)
-        self.server.add_insecure_port(self.address)
+        self.server.add_insecure_port(f"unix:{self.socket}")
         await self.server.start()
         return self
 
@@ -92,7 +92,7 @@ async def engine(short_path: Path) -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def client(engine: Engine) -> AsyncIterator[EngineClient]:
-    made = EngineClient("tiny", engine.address, Keepalive())
+    made = EngineClient("tiny", engine.socket, Keepalive())
     yield made
     await made.aclose()
 
@@ -328,7 +328,7 @@ class Unreadable(Engine):
         self.server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(name, {"LoadAdapters": handler})]
         )
-        self.server.add_insecure_port(self.address)
+        self.server.add_insecure_port(f"unix:{self.socket}")
         await self.server.start()
         return self
 
@@ -339,7 +339,7 @@ class Unreadable(Engine):
 
 async def test_an_answer_that_cannot_be_read_fails_at_once_what_waits(short_path, caplog) -> None:
     async with Unreadable(short_path) as engine:
-        client = EngineClient("tiny", engine.address, Keepalive())
+        client = EngineClient("tiny", engine.socket, Keepalive())
         async with asyncio.timeout(60):
             with pytest.raises(PeerUnavailable):
                 await load(client, "a")
@@ -361,7 +361,7 @@ async def test_a_killed_engine_fails_the_load(short_path: Path) -> None:
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CHILD, str(short_path), stdout=asyncio.subprocess.PIPE
     )
-    client = EngineClient("tiny", f"unix:{short_path}/engine", Keepalive())
+    client = EngineClient("tiny", short_path / "engine", Keepalive())
     async with aclosing(client):
         try:
             assert child.stdout is not None

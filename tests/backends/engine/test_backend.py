@@ -458,6 +458,20 @@ class Hurried(SystemClock):
         await asyncio.sleep(seconds / 500)
 
 
+async def test_a_child_that_no_task_attends_any_more_is_ended_and_said_so():
+    class Faulty(EngineClient):
+        async def describe(self, timeout_s):
+            raise RuntimeError("a fault of ours")
+
+    def faulty(child):
+        return Faulty(child.model_id, child.socket, child.keepalive)
+
+    async with backend(client=faulty) as model:
+        await until(lambda: "a fault of ours" in model.last_error)
+        with pytest.raises(PeerUnavailable, match="lost its keeper"):
+            await model.ready(0.0)
+
+
 async def test_an_engine_at_rest_is_probed_ever_more_seldom_until_a_request_comes():
     pauses, clock = [], Hurried()
 
@@ -467,7 +481,7 @@ async def test_an_engine_at_rest_is_probed_ever_more_seldom_until_a_request_come
             return await super().look(timeout_s)
 
     def probed(child):
-        return Probed(child.model_id, f"unix:{child.socket}", child.keepalive)
+        return Probed(child.model_id, child.socket, child.keepalive)
 
     async with backend("--delay-s", 0.01, options=FAST, clock=clock, client=probed) as model:
         await model.ready(60.0)

@@ -63,7 +63,7 @@ async def engine(
     engine_pb2_grpc.add_EngineServiceServicer_to_server(mute, server)
     server.add_insecure_port(f"unix:{short_path}/engine")
     await server.start()
-    client = EngineClient("toy", f"unix:{short_path}/engine", Keepalive())
+    client = EngineClient("toy", short_path / "engine", Keepalive())
     yield mute, client
     await client.aclose()
     await server.stop(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -159,6 +160,25 @@ async def test_calls_that_come_at_once_do_not_exceed_the_limit() -> None:
     await asyncio.gather(*(book.admit("a", peer) for peer in late * 2))
     assert len(book.of("a")) == 4
     await until(lambda: len(sockets.closed) >= 10)
+
+
+async def test_a_connection_that_opens_while_the_sockets_are_read_is_not_forgotten() -> None:
+    sockets, began, go_on = Sockets(), threading.Event(), threading.Event()
+
+    def read() -> frozenset[Peer]:
+        seen = frozenset(sockets.open)
+        began.set()
+        go_on.wait(30.0)
+        return seen
+
+    book = Connections(1, open_peers=read, hang_up=sockets.hang_up)
+    await use(book, "a", sockets.peer(1))
+    second = asyncio.create_task(book.admit("a", sockets.peer(2)))
+    await until(began.is_set)
+    await use(book, "b", sockets.peer(3))
+    go_on.set()
+    await second
+    assert book.of("b") == (Peer("10.0.0.1:3"),)
 
 
 async def test_dropping_a_caller_closes_all_it_has_and_nothing_else() -> None:
