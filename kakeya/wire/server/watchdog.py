@@ -20,9 +20,9 @@ from typing import Self, TextIO
 from kakeya.core.log import event
 
 _log = logging.getLogger(__name__)
-LIMIT_S = 1.2
-"""Ten times the longest collection of garbage or burst of cards."""
-PAUSE_S = 0.7
+LIMIT_S = 1.1
+"""Nine times the longest collection of garbage or burst of cards."""
+PAUSE_S = 0.85
 """Seconds between two looks. A loop that is stuck right after one is detected after this time and
 the limit."""
 CALM_S = 5.0
@@ -88,20 +88,19 @@ class LoopWatchdog:
     def _watch(self) -> None:
         calm_mono: float | None = None
         while True:
-            sign = _Sign()
-            if self._waits_for_work():
-                sign.set()
-            elif not self._tell(sign.give):
+            sign = None if self._waits_for_work() else _Sign()
+            if sign is not None and not self._tell(sign.give):
                 return
             if self._stop.wait(self._pause_s):
                 return
-            if not sign.wait(self._limit_s - self._pause_s):
-                self._report()
-                if not self._wait_out(sign):
-                    return
-                calm_mono = time.monotonic() + self._calm_s
+            if sign is not None:
+                if not sign.wait(self._limit_s - self._pause_s):
+                    self._report()
+                    if not self._wait_out(sign):
+                        return
+                    calm_mono = time.monotonic() + self._calm_s
+                self.worst_lag_s = max(self.worst_lag_s, sign.lag_s)
             self.looks += 1
-            self.worst_lag_s = max(self.worst_lag_s, sign.lag_s)
             if calm_mono is not None and time.monotonic() >= calm_mono:
                 calm_mono = None
                 self._tell(self._on_calm)
