@@ -11,7 +11,7 @@ import pytest
 
 from kakeya.backends.engine import client as engine_client
 from kakeya.backends.engine.client import EngineClient, EngineMemoryLimits
-from kakeya.core.errors import PeerUnavailable
+from kakeya.core.errors import DeadlineExceeded, PeerUnavailable
 from kakeya.generation.request import DecodeRequest
 from kakeya.v1 import engine_pb2_grpc
 from kakeya.wire.channels import Keepalive
@@ -101,3 +101,30 @@ async def test_who_is_cancelled_is_cancelled(engine: tuple[Mute, EngineClient]) 
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+async def test_no_connection_is_tried_before_the_socket_of_a_child_is_there(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failed one sets a short timer, and gRPC then wakes an idle node more often for ever."""
+    monkeypatch.setattr(engine_client, "CLOSE_GRACE_S", 0.05)
+    client = EngineClient("toy", short_path / "engine", Keepalive())
+    waiting = asyncio.ensure_future(client.describe(LIMIT_S))
+    await asyncio.sleep(0.2)
+    assert client._channel.get_state() is grpc.ChannelConnectivity.IDLE
+    mute, server = Mute(), grpc.aio.server()
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(mute, server)
+    server.add_insecure_port(f"unix:{short_path}/engine")
+    await server.start()
+    await asyncio.wait_for(mute.calls.acquire(), LIMIT_S)
+    await client.aclose()
+    with pytest.raises(PeerUnavailable):
+        await waiting
+    await server.stop(0)
+
+
+async def test_a_child_whose_socket_never_appears_is_late(short_path: Path) -> None:
+    client = EngineClient("toy", short_path / "engine", Keepalive())
+    with pytest.raises(DeadlineExceeded):
+        await client.describe(0.2)
+    await client.aclose()
