@@ -341,6 +341,11 @@ class MemoryArbiter:
         """Whether the machine is under pressure, or requests wait for memory."""
         return self._arbiter.is_short
 
+    @property
+    def budget_bytes(self) -> int:
+        """The bytes that all models together may have."""
+        return self._arbiter.snapshot().budget_bytes
+
     def status(self) -> Snapshot:
         """The ledger."""
         self._keeper.count_tenants()

@@ -292,14 +292,14 @@ class NodeMemory:
         folders = {**self.engines.sources, **self.images.sources}
         sized = await self._sizes.sized(
             {model.model_id: (folders[model.model_id], model.capability) for model in self._all()},
-            self.arbiter.status().budget_bytes,
+            self.arbiter.budget_bytes,
             stated_bytes=dict(self._config.stated_bytes) | stated,
             fixed_kv_bytes=self.engines.fixed_kv_bytes,
         )
         for model_id, lease in sized.items():
             self._sizes.add(model_id, lease)
         await self._sizes.estimate_alone(
-            self.engines.alone, self.engines.sources, self.arbiter.status().budget_bytes
+            self.engines.alone, self.engines.sources, self.arbiter.budget_bytes
         )
 
     def _register(self) -> None:
@@ -350,7 +350,7 @@ class NodeMemory:
         verifiers = self.engines.of_role(ModelRole.VERIFIER)
         texts = {model.model_id for model in verifiers if not model.is_on_demand}
         rings = {spec.model_id for spec, _ in self.engines.models() if spec.ring}  # lent already
-        sizes, budget = self._sizes.by_id, self.arbiter.status().budget_bytes
+        sizes, budget = self._sizes.by_id, self.arbiter.budget_bytes
         check_pinned(self._pinned() - rings, sizes, sorted(texts - rings), budget)
 
     def _pinned(self) -> frozenset[str]:

@@ -42,7 +42,7 @@ async def node_precache(
         models,
         source,
         Texts(clock.wall),
-        usable_bytes=lambda: arbiter.status().budget_bytes,
+        usable_bytes=lambda: arbiter.budget_bytes,
         wipe=pages.wipe,
         clock=clock,
         rng=rng,

@@ -430,7 +430,7 @@ async def test_a_request_waits_for_a_load_and_its_model_leaves_the_card_without_
         memory.arbiter.on_event(told.append)
         memory.arbiter.unload("text", VERIFIER)
         await until(lambda: any(isinstance(one, ModelUnload) for one in told), "it left")
-        budget = memory.arbiter.status().budget_bytes
+        budget = memory.arbiter.budget_bytes
         for held, count in ((budget, 0), (0, 1)):
             changes.clear()
             memory.arbiter.hold("training", held)

@@ -81,7 +81,7 @@ class ModelHome:
             self.freed()
             raise
         self._sizes.add(spec.model_id, size)
-        one_process = lease_size(whole, budget := self.arbiter.status().budget_bytes)
+        one_process = lease_size(whole, budget := self.arbiter.budget_bytes)
         if one_process.bytes <= budget:
             self._sizes.add(self._engines.alone[spec.model_id].model_id, one_process)
         self._checks.add(model)
@@ -95,7 +95,7 @@ class ModelHome:
         kv_bytes = made.recipe.kv_bytes
         sized = await self._sizes.sized(
             {spec.model_id: (made.source, CAPABILITY_OF[spec.role])},
-            self.arbiter.status().budget_bytes,
+            self.arbiter.budget_bytes,
             stated_bytes={},
             fixed_kv_bytes={} if kv_bytes is None else {spec.model_id: kv_bytes},
         )

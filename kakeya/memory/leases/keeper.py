@@ -182,7 +182,7 @@ class LeaseKeeper:
     def _decide(self, book: Book, sight: MachineSight) -> tuple[Book, tuple[ProcessLease, ...]]:
         """The book after this node's changes, and the dead leases. Pure."""
         book, dead = rules.expire(self._restored(book, sight), sight)
-        budget = self._arbiter.status().budget_bytes
+        budget = self._arbiter.budget_bytes
         granter = book.granter
         beat_s = sight.now_mono - granter.beat_mono if granter is not None else rules.BEAT_S
         is_late = beat_s >= rules.BEAT_S and (granter is None or bool(book.leases))

@@ -12,6 +12,7 @@ change by that.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -191,6 +192,7 @@ def fingerprint_of(
     )
 
 
+@functools.lru_cache(maxsize=256)
 def _condensed(text: str) -> str:
     """Digest a text, once: "" and digests stay."""
     if not text or _CONDENSED.fullmatch(text):
@@ -198,8 +200,12 @@ def _condensed(text: str) -> str:
     return _MARK + hashlib.sha256(text.encode()).hexdigest()
 
 
+@functools.lru_cache(maxsize=256)
 def _digest_of(*fields: str) -> bytes:
-    """Digest texts so that no two lists of them look alike: each with its length before it."""
+    """Digest texts so that no two lists of them look alike: each with its length before it.
+
+    Each request and each look at the card asks for those of the same few models.
+    """
     sha256 = hashlib.sha256()
     for field in fields:
         encoded = field.encode()

@@ -88,7 +88,7 @@ async def test_a_rank_far_above_its_lease_and_the_budget_is_ended_and_no_other_i
             process.has_exited = True
 
         process.kill, rank.process = kill, process
-        budget = arbiter.status().budget_bytes
+        budget = arbiter.budget_bytes
         for used, ends in ((rank.bytes, 0), (budget, 0), (budget * 21 // 20, 0), (2 * budget, 1)):
             monkeypatch.setattr(
                 "kakeya.backends.ring.host.resident_bytes", lambda _, used=used: used
