@@ -211,7 +211,7 @@ class MlxModel:
             "speed measured",
             model=self._loaded.model_id,
             tokens_per_s=self._facts.tokens_per_second,
-            prefill_per_s=self._facts.prefill_tokens_per_second,
+            prefill_per_s=self._facts.prefill_tokens_per_second or "-",
             costs_ms={rows: round(cost * 1000, 2) for rows, cost in speeds.forwards_s.items()},
         )
 
