@@ -66,12 +66,12 @@ def _kept(scaled: Floats, sampling: Sampling) -> Floats:
         last = descending[max(1, int((before < sampling.top_p).sum())) - 1]
         scaled = np.where(scaled < last, -np.inf, scaled)
     if sampling.min_p > 0.0:
-        scaled = np.where(scaled < scaled.max() + math.log(sampling.min_p), -np.inf, scaled)
+        scaled = np.where(scaled < np.max(scaled) + math.log(sampling.min_p), -np.inf, scaled)
     return scaled.astype(np.float32)
 
 
 def _softmax(values: Floats) -> Floats:
-    raised = np.exp(values - values.max())
+    raised = np.exp(values - np.max(values))
     shares: Floats = (raised / raised.sum()).astype(np.float32)
     return shares
 

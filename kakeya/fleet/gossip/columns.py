@@ -126,7 +126,7 @@ def unpack(data: bytes) -> Numbers:
     if len(ends) == len(octets):
         return octets.astype(np.uint64)
     begins = np.concatenate(([0], ends[:-1] + 1)) if len(ends) else ends
-    longest = int((ends - begins).max()) + 1 if len(ends) else _MAX_VARINT_BYTES + 1
+    longest = int(np.max(ends - begins)) + 1 if len(ends) else _MAX_VARINT_BYTES + 1
     if octets[-1] >= 0x80 or longest > _MAX_VARINT_BYTES:
         raise InvalidArgument(f"{len(data)} bytes are no packed numbers below 2**32")
     numbers = (octets[begins] & 0x7F).astype(np.uint64)
