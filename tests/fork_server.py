@@ -228,16 +228,18 @@ def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
         waits, goes = os.pipe()
         between = os.fork()
         if not between:
-            child = os.fork()
-            if not child:
-                for file in (told, tells, goes):
-                    os.close(file)
-                control.close()
-                os.read(waits, 1)  # until it is adopted
-                os.close(waits)
-                return json.loads(message), files
-            os.write(tells, str(child).encode())
-            os._exit(0)
+            if os.fork():
+                os._exit(0)
+            request = json.loads(message)
+            if request["leads_session"]:  # before its id is told: a signal may come at once
+                os.setsid()
+            os.write(tells, str(os.getpid()).encode())
+            for file in (told, tells, goes):
+                os.close(file)
+            control.close()
+            os.read(waits, 1)  # until it is adopted
+            os.close(waits)
+            return request, files
         os.waitpid(between, 0)
         for file in (tells, waits, goes, *files):
             os.close(file)
@@ -254,6 +256,7 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     if module in HAS_CHILDREN:
         server, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not os.fork():
+            os.setpgid(0, 0)  # a signal to the group of this process is not for its server
             server.close()
             for file in files:
                 os.close(file)
@@ -263,8 +266,6 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     for at, file in enumerate(files):
         os.dup2(file, at)
         os.close(file)
-    if request["leads_session"]:
-        os.setsid()
     os.chdir(request["folder"])
     if (limits := tuple(request["open_files"])) != resource.getrlimit(resource.RLIMIT_NOFILE):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -65,6 +65,16 @@ async def test_its_parent_hears_how_it_ended(number: signal.Signals) -> None:
         assert await child.wait() == -number
 
 
+def test_it_leads_its_group_as_soon_as_its_id_is_known() -> None:
+    """As an executed one: a signal to the group that came sooner would be lost."""
+    for _ in range(20):
+        with subprocess.Popen(
+            [*COMMAND, "wait"], stdin=-1, stdout=-1, start_new_session=True
+        ) as child:
+            os.killpg(child.pid, signal.SIGKILL)
+        assert child.returncode == -signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_a_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
     client = fork_server.Client()
