@@ -91,7 +91,8 @@ def _options(keepalive: Keepalive) -> tuple[Option, ...]:
     differs: tuple[Option, ...] = (
         # Without a call the probes of its owner are enough: a ping wakes a dozen threads.
         ("grpc.keepalive_permit_without_calls", 0),
-        # The socket of a child is there a moment before it takes connections.
+        # The socket of a child is there a moment before it takes connections. One try may take
+        # long: a short limit would be a short timer, too (see `_await_socket`).
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 5000),
@@ -127,11 +128,13 @@ class EngineClient:
         """
         with self._told():
             reply = await self._stub.Describe(
-                pb.DescribeRequest(), timeout=await self._bound(timeout_s), wait_for_ready=True
+                pb.DescribeRequest(),
+                timeout=await self._await_socket(timeout_s),
+                wait_for_ready=True,
             )
         return facts_from_wire(reply)
 
-    async def _bound(self, timeout_s: float) -> float:
+    async def _await_socket(self, timeout_s: float) -> float:
         """Wait for the socket of the child; return the rest of the time.
 
         No call waits for it: a channel that looks by connecting sets short timers, after which

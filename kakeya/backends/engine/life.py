@@ -315,6 +315,7 @@ class EngineLife:
         except Exception as fault:  # noqa: BLE001 - no fault may leave a child without a keeper
             self.engine = None
             process.kill(f"lost its keeper: {fault!r}")
+            _log.debug("traceback", exc_info=fault)
 
     async def _serve(self, process: EngineProcess, client: ChildClient) -> None:
         try:

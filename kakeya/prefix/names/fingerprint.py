@@ -192,6 +192,7 @@ def fingerprint_of(
     )
 
 
+# Each request and each look at the card asks for the digests of the same few models.
 @functools.lru_cache(maxsize=256)
 def _condensed(text: str) -> str:
     """Digest a text, once: "" and digests stay."""
@@ -202,10 +203,7 @@ def _condensed(text: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _digest_of(*fields: str) -> bytes:
-    """Digest texts so that no two lists of them look alike: each with its length before it.
-
-    Each request and each look at the card asks for those of the same few models.
-    """
+    """Digest texts so that no two lists of them look alike: each with its length before it."""
     sha256 = hashlib.sha256()
     for field in fields:
         encoded = field.encode()
