@@ -12,6 +12,8 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from kakeya.core.clock import SystemClock
+
 EPOCH = 1_700_000_000.0
 """Wall time at the start of every run."""
 T = TypeVar("T")
@@ -71,6 +73,6 @@ class NodeClock:
         """Count as if the monotonic clock had stood still that long, as it does in sleep."""
         self._mono_zero -= seconds
 
-    async def sleep(self, seconds: float) -> None:
-        """Wait in virtual time."""
-        await asyncio.sleep(seconds)
+    async def sleep(self, seconds: float, wake: asyncio.Event | None = None) -> None:
+        """Wait in virtual time, or until `wake` is set."""
+        await SystemClock().sleep(seconds, wake)

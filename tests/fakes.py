@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import heapq
 import time
+from collections.abc import Coroutine
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,17 @@ async def set_by(task: asyncio.Future[Any], event: asyncio.Event) -> None:
         assert event.is_set(), f"{task.result()!r} came before the event"
     finally:
         seen.cancel()
+
+
+async def _first_of(sleep: Coroutine[None, None, None], wake: asyncio.Event) -> None:
+    """Wait until a sleep is over or an event is set."""
+    tasks = (asyncio.ensure_future(sleep), asyncio.ensure_future(wake.wait()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class FakeClock:
@@ -53,7 +65,10 @@ class FakeClock:
     def shift_wall(self, seconds: float) -> None:
         self._wall += seconds
 
-    async def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float, wake: asyncio.Event | None = None) -> None:
+        if wake is not None:
+            await _first_of(self.sleep(seconds), wake)
+            return
         if seconds <= 0:
             await asyncio.sleep(0)
             return
@@ -112,7 +127,10 @@ class SettableClock:
         self._moved.set()
         self._moved = asyncio.Event()
 
-    async def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float, wake: asyncio.Event | None = None) -> None:
+        if wake is not None:
+            await _first_of(self.sleep(seconds), wake)
+            return
         due = self.mono() + seconds
         while (left := due - self.mono()) > 0:
             with contextlib.suppress(TimeoutError):

@@ -357,11 +357,20 @@ class AdapterManager:
             retired(record.version)
 
     async def _rebalance_forever(self) -> None:
-        await every(REBALANCE_S, self.rebalance, clock=self._clock, rng=self._rng, wake=self._tick)
+        await every(
+            REBALANCE_S,
+            self.rebalance,
+            clock=self._clock,
+            rng=self._rng,
+            wake=self._tick,
+            is_shared=True,
+        )
 
     async def rebalance(self) -> None:
         """Rate all adapters, and move those that no request waits for."""
         self._drop_retired()
+        if not len(self._table):
+            return
         slots = {
             base: queue.slots for base, queue in self._queues.items() if self._places.is_up(base)
         }

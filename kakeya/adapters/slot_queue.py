@@ -36,7 +36,6 @@ from kakeya.core.errors import (
     Unsupported,
 )
 from kakeya.core.log import event
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.generation.config import WAIT_S
 from kakeya.generation.place_rate import PlaceRate
 
@@ -174,7 +173,7 @@ class SlotQueue:
                 await self._tidy()
             elif not await self._serve():
                 self._ask_to_yield()
-                await sleep_or_wake(self._clock, AGE_S / 2, self._wake)
+                await self._clock.sleep(AGE_S / 2, self._wake)
 
     # --- inside
 

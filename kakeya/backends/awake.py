@@ -21,7 +21,6 @@ from typing import Literal
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import sleep_or_wake
 
 _log = logging.getLogger(__name__)
 LINGER_S = 60.0
@@ -118,4 +117,4 @@ class StayAwake:
                 command=" ".join(self._command),
                 reason=reason,
             )
-        await sleep_or_wake(self._clock, _AGAIN_S, self._changed)
+        await self._clock.sleep(_AGAIN_S, self._changed)

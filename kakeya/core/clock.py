@@ -7,6 +7,7 @@ monotonic seconds. Tests inject `tests/fakes.py: FakeClock`, which jumps to the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Protocol
 
@@ -22,8 +23,8 @@ class Clock(Protocol):
         """Seconds that only grow; the zero is arbitrary."""
         ...
 
-    async def sleep(self, seconds: float) -> None:
-        """Wait at least `seconds`."""
+    async def sleep(self, seconds: float, wake: asyncio.Event | None = None) -> None:
+        """Wait at least `seconds`, or until `wake` is set; other tasks run in any case."""
         ...
 
 
@@ -37,6 +38,11 @@ class SystemClock:
     mono = staticmethod(time.monotonic)
     """Seconds of the monotonic clock. Asked twice for each streamed chunk: no call of ours."""
 
-    async def sleep(self, seconds: float) -> None:
-        """Sleep on the event loop."""
-        await asyncio.sleep(seconds)
+    async def sleep(self, seconds: float, wake: asyncio.Event | None = None) -> None:
+        """Sleep on the event loop. No task is made, for an idle node sleeps so all the time."""
+        if wake is None or wake.is_set():
+            await asyncio.sleep(seconds if wake is None else 0)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await wake.wait()

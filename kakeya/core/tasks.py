@@ -128,10 +128,7 @@ async def every(
         else:
             drawn_s = interval_s * (1 + jitter * (2 * rng.random() - 1))
             pause = max(0.0, drawn_s - (now - began_mono))
-        if wake is None:
-            await clock.sleep(pause)
-        else:
-            await sleep_or_wake(clock, pause, wake)
+        await clock.sleep(pause, wake)
 
 
 def shared_pause_s(interval_s: float, mono: float) -> float:
@@ -144,15 +141,3 @@ def shared_pause_s(interval_s: float, mono: float) -> float:
         return 0.0
     step_s = 2.0 ** math.floor(math.log2(interval_s))
     return round((mono + interval_s) / step_s) * step_s - mono
-
-
-async def sleep_or_wake(clock: Clock, seconds: float, wake: asyncio.Event) -> None:
-    """Sleep until the time is over or `wake` is set."""
-    sleeper = asyncio.ensure_future(clock.sleep(seconds))
-    waker = asyncio.ensure_future(wake.wait())
-    try:
-        await asyncio.wait((sleeper, waker), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for pending in (sleeper, waker):
-            pending.cancel()
-        await asyncio.gather(sleeper, waker, return_exceptions=True)

@@ -39,7 +39,7 @@ from kakeya.core.errors import InvariantBroken, KakeyaError, NotFound
 from kakeya.core.figures import Figure, Json, as_json, counter, from_zero, gauge
 from kakeya.core.ids import draw_id
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, is_cancelled, sleep_or_wake
+from kakeya.core.tasks import Supervisor, is_cancelled
 from kakeya.dispatch.job import (
     KEEP_S,
     Job,
@@ -189,7 +189,7 @@ class JobQueue:
     async def ended(self, job_id: str, owner: str | None, wait_s: float) -> Job:
         """A job once it has ended, or after `wait_s`, or as this node stops. Raises JobNotFound."""
         entry = self._find(job_id, owner)
-        await sleep_or_wake(self._clock, wait_s, entry.over)
+        await self._clock.sleep(wait_s, entry.over)
         return entry.seen
 
     def cancel(self, job_id: str, owner: str | None) -> Job:
@@ -250,7 +250,7 @@ class JobQueue:
                     self._begin(entry, now)
                 self._forget_ended()
                 due = [one.due_mono for one in self._entries.values() if one.due_mono > now]
-                await sleep_or_wake(self._clock, min(due, default=now + _LOOK_S) - now, self._wake)
+                await self._clock.sleep(min(due, default=now + _LOOK_S) - now, self._wake)
         finally:
             tasks = [one.task for one in self._entries.values() if one.task is not None]
             await cancelled(self._clock, FORCE_S, tasks)

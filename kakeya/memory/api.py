@@ -346,6 +346,11 @@ class MemoryArbiter:
         """The bytes that all models together may have."""
         return self._arbiter.snapshot().budget_bytes
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a model loads, or a request or a job of another process uses memory."""
+        return any(not one.is_idle for one in self._arbiter.snapshot().residents)
+
     def status(self) -> Snapshot:
         """The ledger."""
         self._keeper.count_tenants()

@@ -210,7 +210,7 @@ class MlxModel:
             _log,
             "speed measured",
             model=self._loaded.model_id,
-            tokens_per_s=self._facts.tokens_per_second,
+            tokens_per_s=self._facts.tokens_per_second or "-",
             prefill_per_s=self._facts.prefill_tokens_per_second or "-",
             costs_ms={rows: round(cost * 1000, 2) for rows, cost in speeds.forwards_s.items()},
         )

@@ -34,7 +34,7 @@ from kakeya.core.clock import SystemClock
 from kakeya.core.errors import ConfigError
 from kakeya.core.host import join_address, platform_name, unified_memory_bytes
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, sleep_or_wake
+from kakeya.core.tasks import Supervisor
 from kakeya.dispatch.capabilities import Capabilities
 from kakeya.dispatch.directory import VerifierDirectory, failed_addresses
 from kakeya.dispatch.jobs import node_jobs
@@ -285,7 +285,7 @@ class Agent:
         self._plane.start(self._tasks)
         await self._memory.start(self._tasks, self.node_id)
         # Until the own models are loaded, peers answer: none is known before the first round.
-        await sleep_or_wake(self._clock, _HEARD_S, self._heard)
+        await self._clock.sleep(_HEARD_S, self._heard)
         self._http = await stack.enter_async_context(self._serve_http())
         self._rings.start(self._tasks)
         self._jobs.start(self._tasks)
@@ -467,7 +467,7 @@ class Agent:
             self._services.follow(
                 self._engines.of_role(ModelRole.PROPOSER), is_runtime_ready=is_ready
             )
-            works = self._memory.is_working or bool(self._weights.fetching)
+            works = self._memory.arbiter.is_in_use or bool(self._weights.fetching)
             self._awake.follow(offers=self._memory.offers_models, works=works)
             self._announce()
 

@@ -234,11 +234,6 @@ class NodeMemory:
             for _, model in self.engines.models()
         )
 
-    @property
-    def is_working(self) -> bool:
-        """Whether a model loads, or a request or a job of another process uses memory."""
-        return any(not one.is_idle for one in self.arbiter.status().residents)
-
     def take_manifests(self, manifests: Mapping[str, Manifest]) -> None:
         """Take what is said of models from now on. Raises ConfigError for pins that do not fit the
         budget; nothing changes then."""

@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import FailureLog
-from kakeya.core.tasks import sleep_or_wake
 
 _log = logging.getLogger(__name__)
 INTERVAL_S = 60.0
@@ -53,7 +52,7 @@ class StateWriter(Generic[State]):
         while True:
             self._wake.clear()
             is_saved = await self.flush()
-            await sleep_or_wake(self._clock, INTERVAL_S if is_saved else RETRY_S, self._wake)
+            await self._clock.sleep(INTERVAL_S if is_saved else RETRY_S, self._wake)
 
     async def flush(self) -> bool:
         """Save now if the state changed; return whether the file is up to date."""

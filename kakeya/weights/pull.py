@@ -24,7 +24,6 @@ from kakeya.core.errors import (
     UnknownMethod,
 )
 from kakeya.core.log import event
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.core.units import format_bytes
 from kakeya.weights.choice import sources_of
 from kakeya.weights.find import LOOK_S, ModelSearch
@@ -268,7 +267,7 @@ class Pull:
                 await self._find_sources(manifest, first)
                 self._meter.measure()
                 self._check_sources()
-                await sleep_or_wake(self._clock, LOOK_S, self._wake)
+                await self._clock.sleep(LOOK_S, self._wake)
         finally:
             tasks = [task for several in self._tasks.values() for task in several]
             self._tasks.clear()

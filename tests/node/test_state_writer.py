@@ -33,10 +33,10 @@ class Rig:
 
 
 class StoppedClock(FakeClock):
-    """Nobody's sleep ends."""
+    """Nobody's sleep ends by itself."""
 
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.Event().wait()
+    async def sleep(self, seconds: float, wake: asyncio.Event | None = None) -> None:
+        await (wake or asyncio.Event()).wait()
 
 
 async def running(rig: Rig, seconds: float) -> None:
@@ -88,9 +88,9 @@ async def test_after_a_failure_the_next_try_comes_sooner() -> None:
     waits: list[float] = []
 
     class Watched(StoppedClock):
-        async def sleep(self, seconds: float) -> None:
+        async def sleep(self, seconds: float, wake: asyncio.Event | None = None) -> None:
             waits.append(seconds)
-            await super().sleep(seconds)
+            await super().sleep(seconds, wake)
 
     rig = Rig(Watched())
     rig.disk.is_full = True

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from kakeya.core.clock import Clock
 from kakeya.core.process import signal_group
-from kakeya.core.tasks import shared_pause_s, sleep_or_wake
+from kakeya.core.tasks import shared_pause_s
 from kakeya.core.units import format_bytes
 from kakeya.generation.facts import ModelState
 from kakeya.memory.api import MemoryArbiter
@@ -241,7 +241,7 @@ class EngineGuard:
                     else:
                         self._work.clear()
                         pause_s = shared_pause_s(IDLE_S, self._clock.mono())
-                        await sleep_or_wake(self._clock, pause_s, self._work)
+                        await self._clock.sleep(pause_s, self._work)
             await looks
         finally:
             is_over.set()

@@ -41,7 +41,7 @@ from kakeya.core.errors import (
     PeerUnavailable,
 )
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, TaskHealth, shared_pause_s, sleep_or_wake
+from kakeya.core.tasks import Supervisor, TaskHealth, shared_pause_s
 from kakeya.generation.facts import ModelFacts, ModelState
 from kakeya.generation.progress import LoadProgress
 
@@ -397,7 +397,7 @@ class EngineLife:
         self._work.clear()
         intervals = _REST_INTERVALS[min(rests, len(_REST_INTERVALS) - 1)]
         pause_s = shared_pause_s(intervals * self.options.probe_interval_s, self._clock.mono())
-        await sleep_or_wake(self._clock, pause_s, self._work)
+        await self._clock.sleep(pause_s, self._work)
         return not self._work.is_set()
 
     async def _end_care(self, client: ChildClient) -> None:

@@ -47,7 +47,7 @@ from kakeya.core.errors import (
 from kakeya.core.figures import Figure, Json, from_zero, gauge
 from kakeya.core.files import write_atomically
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, sleep_or_wake
+from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.ring_offer import RingOffer
 from kakeya.generation.manifest import Manifest
 from kakeya.memory.api import Terms
@@ -292,7 +292,7 @@ class RingGroups:
             if is_new or (phase is GroupPhase.WAITING and now >= retry_mono):
                 await self._try(group)
             elif phase is GroupPhase.WAITING:
-                await sleep_or_wake(self._clock, retry_mono - now, group.wake)
+                await self._clock.sleep(retry_mono - now, group.wake)
             else:
                 await group.wake.wait()
             group.wake.clear()

@@ -31,7 +31,6 @@ from kakeya.core.errors import (
     UnknownMethod,
 )
 from kakeya.core.figures import Figure, counter
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.dispatch.peers.held_answers import KEEP_S, AnswerCopy, HeldAnswers
 from kakeya.dispatch.peers.neighbours import LivePeer, ServingPeers
 from kakeya.dispatch.peers.quote import AnswerOrigin, QuotedModel, origin_of
@@ -208,7 +207,7 @@ class CopiedAnswer:
     async def held(self) -> None:
         """Wait until the copy's first way to a node was tried, at most FIRST_S."""
         if not self._tried.is_set():
-            await sleep_or_wake(self._copies.clock, FIRST_S, self._tried)
+            await self._copies.clock.sleep(FIRST_S, self._tried)
             self._tried.set()
 
     async def decode(
@@ -291,7 +290,7 @@ class CopiedAnswer:
         self._tried.set()
         while True:
             await self._changed.wait()
-            await sleep_or_wake(self._copies.clock, BATCH_S, self._full)
+            await self._copies.clock.sleep(BATCH_S, self._full)
             self._changed.clear()
             self._full.clear()
             is_last = self._is_over

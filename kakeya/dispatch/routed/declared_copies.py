@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError, UnknownMethod
 from kakeya.core.figures import Figure, Json, gauge
-from kakeya.core.tasks import Supervisor, sleep_or_wake
+from kakeya.core.tasks import Supervisor
 from kakeya.dispatch.peers.neighbours import MOST_QUOTED, ServingPeer, ServingPeers
 from kakeya.dispatch.routed.route import offering
 from kakeya.fleet.placement.keepers import Keeping, keepers
@@ -96,7 +96,7 @@ class DeclaredCopies:
         while True:
             self._wake.clear()
             await self.place()
-            await sleep_or_wake(self._clock, self._pause_s(), self._wake)
+            await self._clock.sleep(self._pause_s(), self._wake)
 
     async def place(self) -> None:
         """One round."""

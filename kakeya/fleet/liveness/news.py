@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from kakeya.core.clock import Clock
 from kakeya.core.ids import NodeId
 from kakeya.core.log import event
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.fleet.cards.cards import Card
 from kakeya.fleet.cards.names import short_id
 from kakeya.fleet.view.registry import CapabilityRegistry
@@ -114,7 +113,7 @@ class PeerNews:
             for news, card in self._changes.look(self._peers(), self._clock.mono()):
                 self._tell(news, card)
             if self._changes.is_unsettled:
-                await sleep_or_wake(self._clock, UNJUDGED_S, self._wake)
+                await self._clock.sleep(UNJUDGED_S, self._wake)
                 self._wake.set()
 
     def _peers(self) -> list[SeenPeer]:

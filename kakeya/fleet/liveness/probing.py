@@ -197,7 +197,7 @@ class Prober:
 
     async def _revisit_for_ever(self) -> None:
         revisit_s = self._config.revisit_s
-        await every(revisit_s, self._revisit, clock=self._clock, rng=self._rng)
+        await every(revisit_s, self._revisit, clock=self._clock, rng=self._rng, is_shared=True)
 
     async def _revisit(self) -> None:
         """Dial doubted nodes again, and those known from relays alone: no other node can tell when

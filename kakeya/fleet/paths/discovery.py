@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor, sleep_or_wake
+from kakeya.core.tasks import Supervisor
 from kakeya.fleet.paths.addresses import AddressPolicy, Ip, Literal, dialable
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Discovery:
                     while not self._changed.is_set():
                         self._look_for_refusals()
                         pause_s = _RETRY_S if self._silenced_by else _LOOK_S
-                        await sleep_or_wake(self._clock, pause_s, self._changed)
+                        await self._clock.sleep(pause_s, self._changed)
             except (OSError, RuntimeError) as problem:
                 self._is_running = False
                 self._failures += 1

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import is_cancelled, sleep_or_wake
+from kakeya.core.tasks import is_cancelled
 from kakeya.memory.arbiter.arbiter import Arbiter
 from kakeya.memory.arbiter.capability import Loaded
 from kakeya.memory.arbiter.events import (
@@ -231,7 +231,7 @@ class Keeper:
             if not left or left_s <= 0:
                 return left
             self._changed.clear()
-            await sleep_or_wake(self._clock, left_s, self._changed)
+            await self._clock.sleep(left_s, self._changed)
 
     async def cancel_loads(self) -> None:
         """Cancel loads that are under way; their requests are refused."""
@@ -252,7 +252,7 @@ class Keeper:
             if due is None:
                 await self._wake.wait()
                 continue
-            await sleep_or_wake(self._clock, due - now, self._wake)
+            await self._clock.sleep(due - now, self._wake)
             self.take(self._arbiter.settle(self._clock.mono()))
 
     async def _carry_out_all(self, group: asyncio.TaskGroup) -> None:

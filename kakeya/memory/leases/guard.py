@@ -22,7 +22,6 @@ from pathlib import Path
 from kakeya.core import errors
 from kakeya.core.clock import Clock, SystemClock
 from kakeya.core.process import watched_exit
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.leases import rules
 from kakeya.memory.leases.codec import decode_lease, encode_lease
 from kakeya.memory.leases.lease import Process, ProcessLease
@@ -91,7 +90,7 @@ class LeaseGuard:
             # Once the first process has ended, its children are asked for more often.
             pause_s = _POLL_S if self._ended.is_set() or not is_told else rules.BEAT_S
             wake = asyncio.Event() if self._ended.is_set() else self._ended
-            await sleep_or_wake(self._clock, pause_s, wake)
+            await self._clock.sleep(pause_s, wake)
             with contextlib.suppress(*rules.OUT_OF_ORDER):
                 tree = await self._look()
                 now = self._clock.mono()

@@ -40,7 +40,7 @@ from kakeya.memory.leases.store import LeaseStore
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.5
-_REST = 4
+_REST = 8
 """A store without a lease is read so many times more seldom."""
 MEASURE_S = 2.0
 _PAUSE_S = 1.0

@@ -28,7 +28,6 @@ from typing import NamedTuple, Protocol
 from kakeya.core import errors
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.arbiter.policy import PressureLevel
 
 _log = logging.getLogger(__name__)
@@ -372,12 +371,14 @@ class PressureMonitor:
             while True:
                 self._wake.clear()
                 self._short.clear()
-                next_mono = self._clock.mono() + self._poll_s
+                began_mono = self._clock.mono()
                 await self.poll()
-                await sleep_or_wake(self._clock, MIN_POLL_S, self._wake)
-                left_s = next_mono - self._clock.mono()
-                if left_s > 0 and not (self._wake.is_set() or self._is_short()):
-                    await sleep_or_wake(self._clock, left_s, self._short)
+                if not self._is_short():
+                    left_s = began_mono + self._poll_s - self._clock.mono()
+                    await self._clock.sleep(left_s, self._short)
+                left_s = began_mono + MIN_POLL_S - self._clock.mono()
+                if left_s > 0:
+                    await self._clock.sleep(left_s, self._wake)
         finally:
             for one in self._sources:
                 if one.reading is not None:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from kakeya.core.clock import Clock
 from kakeya.core.log import event
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.pages.pins import Allocator, Hold
 from kakeya.memory.pages.shared_arena import PageArena
 from kakeya.memory.pages.windows import Watermarks
@@ -63,7 +62,7 @@ class ArenaUpkeep:
     async def tend(self) -> None:
         """Evict from the high watermark to the low one, and sweep now and then, for ever."""
         while True:
-            await sleep_or_wake(self._clock, SWEEP_S, self._wake)
+            await self._clock.sleep(SWEEP_S, self._wake)
             self._wake.clear()
             self.sweep()
             is_more = True

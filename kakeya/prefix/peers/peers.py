@@ -52,7 +52,7 @@ from kakeya.v1.distributed_pb2 import CacheCapability
 from kakeya.v1.distributed_pb2_grpc import add_PrefillCacheServiceServicer_to_server
 from kakeya.wire.channels import Channels
 
-TICK_S = 2.0
+TICK_S = 4.0
 """Between two looks for leases that ran out and for a filter that changed."""
 _MAX_KEY_BYTES = 4096
 _LATE_KEPT = 64

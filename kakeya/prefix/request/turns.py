@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from kakeya.core.clock import Clock
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.prefix.names.blocks import BlockId
 from kakeya.prefix.names.naming import Naming
 from kakeya.prefix.names.pieces import Piece
@@ -69,7 +68,7 @@ class Turns:
         changed, began_mono = self._changed, self.clock.mono()
         self.waiting += 1
         try:
-            await sleep_or_wake(self.clock, max(0.0, until_mono - began_mono), changed)
+            await self.clock.sleep(max(0.0, until_mono - began_mono), changed)
         finally:
             self.waiting -= 1
             self.counts.waited_s += self.clock.mono() - began_mono

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from kakeya.core.clock import Clock
 from kakeya.core.errors import InvariantBroken, KakeyaError
 from kakeya.core.log import event
-from kakeya.core.tasks import sleep_or_wake
 from kakeya.memory.arbiter.policy import PressureLevel
 from kakeya.prefix.seam import Tokens, Warmed, WarmOutcome, WarmReport
 from kakeya.prefix.warm.deadlines import Deadlines
@@ -168,7 +167,7 @@ class Prewarmer:
                 self._renew_due()
                 job = self._next()
                 if job is None:
-                    await sleep_or_wake(self._clock, self._idle_s(), self._wake)
+                    await self._clock.sleep(self._idle_s(), self._wake)
                 else:
                     await self._do(job)
         except asyncio.CancelledError:

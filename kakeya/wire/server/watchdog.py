@@ -88,20 +88,19 @@ class LoopWatchdog:
     def _watch(self) -> None:
         calm_mono: float | None = None
         while True:
-            sign = _Sign()
-            if self._waits_for_work():
-                sign.set()
-            elif not self._tell(sign.give):
+            sign = None if self._waits_for_work() else _Sign()
+            if sign is not None and not self._tell(sign.give):
                 return
             if self._stop.wait(self._pause_s):
                 return
-            if not sign.wait(self._limit_s - self._pause_s):
-                self._report()
-                if not self._wait_out(sign):
-                    return
-                calm_mono = time.monotonic() + self._calm_s
             self.looks += 1
-            self.worst_lag_s = max(self.worst_lag_s, sign.lag_s)
+            if sign is not None:
+                if not sign.wait(self._limit_s - self._pause_s):
+                    self._report()
+                    if not self._wait_out(sign):
+                        return
+                    calm_mono = time.monotonic() + self._calm_s
+                self.worst_lag_s = max(self.worst_lag_s, sign.lag_s)
             if calm_mono is not None and time.monotonic() >= calm_mono:
                 calm_mono = None
                 self._tell(self._on_calm)

@@ -453,9 +453,9 @@ class Hurried(SystemClock):
 
     last_s = 0.0
 
-    async def sleep(self, seconds):
+    async def sleep(self, seconds, wake=None):
         self.last_s = seconds
-        await asyncio.sleep(seconds / 500)
+        await super().sleep(seconds / 500, wake)
 
 
 async def test_a_child_that_no_task_attends_any_more_is_ended_and_said_so():

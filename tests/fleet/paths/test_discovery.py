@@ -299,8 +299,8 @@ async def test_without_multicast_it_warns_once_and_tries_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Impatient(SystemClock):
-        async def sleep(self, seconds: float) -> None:
-            await asyncio.sleep(0.01)
+        async def sleep(self, seconds: float, wake: asyncio.Event | None = None) -> None:
+            await super().sleep(0.01, wake)
 
     with caplog.at_level("WARNING", logger="kakeya"):
         async with discovering(hosts=["192.0.2.77"], clock=Impatient()) as discovery:
