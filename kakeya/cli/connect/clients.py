@@ -13,8 +13,9 @@ from kakeya.cli.connect.edit import Edit, JsonEdit, MakeEdit, TomlEdit, Values, 
 
 NO_KEY = "none"
 """The key where a node needs none: most clients refuse to start without one."""
-_CLAUDE_WINDOW = 100_000
-"""The smallest context of which Claude Code can be told; it warns of a smaller one."""
+_CLAUDE_WINDOW = 32_768
+"""The smallest context of which Claude Code is told: with a smaller one it refuses its own first
+prompt of some 17,000 tokens, which may fit all the same. Tried with 2.1.332."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def _claude_code(target: NodeTarget) -> Values:
     }
     if target.context_tokens >= _CLAUDE_WINDOW:
         # It takes an unknown model for one of a million tokens, and would shorten chats too late.
-        env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.context_tokens)
+        env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(target.context_tokens)
     return {"env": env}
 
 

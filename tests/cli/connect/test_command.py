@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kakeya.cli.connect.clients import CLIENTS
+from kakeya.cli.connect.clients import CLIENTS, NodeTarget
 from kakeya.cli.main import main
 from tests.gateway.toy import ToyModel, make_folder, serving
 
@@ -99,6 +99,18 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert main(["connect", "aider", "--home", str(tmp_path), *REMOTE]) == 0
     assert file_of("aider", tmp_path).is_symlink()
     assert "127.0.0.1:9" in kept.read_text()
+
+
+@pytest.mark.parametrize(
+    ("context", "told"), [(0, None), (8192, None), (32_768, "32768"), (262_144, "262144")]
+)
+def test_claude_code_is_told_of_a_context_that_holds_its_own_prompt(
+    context: int, told: str | None
+) -> None:
+    target = NodeTarget(url="http://127.0.0.1:9", model="coder", key="", context_tokens=context)
+    env = CLIENTS["claude-code"].values(target)["env"]
+    assert isinstance(env, dict)
+    assert env.get("CLAUDE_CODE_MAX_CONTEXT_TOKENS") == told
 
 
 async def test_a_node_is_asked_for_its_model_and_context(
