@@ -253,7 +253,7 @@ class GroupCheck:
 
     def _tell(self, state: str, reason: str, **more: object) -> None:
         self._said = {"state": state, "reason": reason, "at": self._clock.wall(), **more}
-        level = logging.INFO if state in ("checking", "verified") else logging.WARNING
+        level = logging.WARNING if state in ("unverified", "refused") else logging.INFO
         event(_log, f"ring group {state}", level=level, model=self._model_id, reason=reason, **more)
 
 

@@ -9,7 +9,7 @@ import time
 
 from kakeya.core.settings import split_address
 
-_TRIES = 5
+_TRIES = 3
 _LONGEST_S = 1.0
 
 
