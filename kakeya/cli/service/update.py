@@ -41,6 +41,8 @@ from kakeya.node.datadir import RunInfo, find_running, is_held
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 _TEXT = "drain the node, bring a newer version, start it again, and go back if it does not serve"
 HEALTH_S = 180.0
+ENDS_S = 15.0
+"""Within these a drained node ends by itself; a signal of its service would cut that short."""
 _LOOK_S = 0.5
 _LINES = 5
 
@@ -86,8 +88,9 @@ class UpdateSource:
     bring: Callable[[str], tuple[tuple[str, ...], ...]]
     coming: Callable[[str], str]
     """The version that `bring` would bring. Raises ConfigError, as of one that does not exist."""
-    keep: Callable[[Path], tuple[tuple[str, ...], ...]]
-    """Keeps `version`, in an empty folder, and returns the commands that go back to it."""
+    keep: Callable[[Path, str], tuple[tuple[str, ...], ...]]
+    """Keeps `version`, in an empty folder, and returns the commands that go back to it from the
+    version that `bring` would bring."""
     newest: str = "that is the newest version"
 
 
@@ -137,7 +140,7 @@ def pip_source(installed: metadata.Distribution, ask: Program) -> UpdateSource:
         brought = str(found[0]["metadata"]["version"]) if found else version
         return f"{brought}, again" if found and brought == version else brought
 
-    def keep(folder: Path) -> tuple[tuple[str, ...], ...]:
+    def keep(folder: Path, _: str) -> tuple[tuple[str, ...], ...]:
         wheel = pack_installed(installed, folder)
         if _came_from(installed)[0]:
             return ((*again, str(wheel)),)
@@ -190,11 +193,19 @@ def git_source(place: Path, ask: Program) -> UpdateSource:
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     look = ((*git, "fetch", "--quiet"),)
 
+    version = _said(ask, (*git, "rev-parse", "HEAD"))
+
+    def packages(to: str) -> tuple[tuple[str, ...], ...]:
+        # pip asks an index also where nothing has to be brought, and a mini may be offline.
+        target = to or "@{u}"
+        changed = _said(ask, (*git, "diff", "--name-only", version, target, "--", "pyproject.toml"))
+        return ((*pip, "--editable", str(place)),) if changed else ()
+
     def bring(to: str) -> tuple[tuple[str, ...], ...]:
         move = (
             ("reset", "--quiet", "--keep", to) if to else ("merge", "--quiet", "--ff-only", "@{u}")
         )
-        return ((*git, *move), (*pip, "--editable", str(place)))
+        return ((*git, *move), *packages(to))
 
     def coming(to: str) -> str:
         if changed := _said(ask, (*git, "status", "--porcelain", "--untracked-files=no")):
@@ -204,7 +215,6 @@ def git_source(place: Path, ask: Program) -> UpdateSource:
             )
         return _said(ask, (*git, "rev-parse", "--verify", f"{to or '@{u}'}^{{commit}}"))
 
-    version = _said(ask, (*git, "rev-parse", "HEAD"))
     told = f"the clone {place}, at {version[:12]}"
     return UpdateSource(
         told=told,
@@ -212,7 +222,7 @@ def git_source(place: Path, ask: Program) -> UpdateSource:
         look=look,
         bring=bring,
         coming=coming,
-        keep=lambda _: bring(version),
+        keep=lambda _, to: ((*git, "reset", "--quiet", "--keep", version), *packages(to)),
     )
 
 
@@ -237,6 +247,9 @@ class NodeKeeper:
         if self._run is None:
             return
         drain(self._folder, PATIENCE_S, until_replaced=False, tell=_tell)
+        ends_mono = time.monotonic() + ENDS_S
+        while find_running(self._folder) == self._run and time.monotonic() < ends_mono:
+            time.sleep(_LOOK_S)
         if self._service is not None:  # which would start it again
             self._service.stop()
             self._is_loaded = False
@@ -289,7 +302,7 @@ def update(source: UpdateSource, node: NodeKeeper, ask: Program, to: str) -> str
     _tell(source.told)
     with hangup_ignored(), tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)  # for the owner of the environment, where root updates
-        return _updated(source, node, ask, to, coming, source.keep(Path(folder)))
+        return _updated(source, node, ask, to, coming, source.keep(Path(folder), to))
 
 
 def _updated(
@@ -315,9 +328,13 @@ def _updated(
         _tell("going back")
         with ctrl_c_told("the version before comes back; wait"):
             node.end()
-            _all(ask, back)
+            runs = f"{source.version[:12]} runs again"
+            try:
+                _all(ask, back)
+            except KakeyaError as fault:
+                runs = f"nor gone back ({fault.message}); what is there runs again"
             node.start()
-        raise ConfigError(f"not updated: {reason}; {source.version[:12]} runs again") from problem
+        raise ConfigError(f"not updated: {reason}; {runs}") from problem
     return f"updated from {source.version[:12]} to {coming[:12]}"
 
 
@@ -359,7 +376,9 @@ def _said(ask: Program, command: Sequence[str]) -> str:
     done = ask(command)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise ConfigError(f"{shlex.join(command)}: {lines[-1]}")
+        # pip ends with notes; git with its fault.
+        faults = [line.strip() for line in lines if "ERROR: " in line] or lines
+        raise ConfigError(f"{shlex.join(command)}: {faults[-1]}")
     return done.stdout.strip()
 
 

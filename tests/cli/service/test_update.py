@@ -9,6 +9,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -44,9 +45,11 @@ def git(place: Path, *words: str) -> str:
     return said.stdout.strip()
 
 
-def commit(place: Path, text: str) -> str:
+def commit(place: Path, text: str, *, needs: str = "") -> str:
+    """A version of a text, that needs packages of its own, or those that are `needs`."""
     (place / "file").write_text(text)
-    git(place, "add", "file")
+    (place / "pyproject.toml").write_text(needs or text)
+    git(place, "add", "file", "pyproject.toml")
     git(place, "commit", "--quiet", "-m", text)
     return git(place, "rev-parse", "HEAD")
 
@@ -202,9 +205,19 @@ class Systemd(test_command.Keeper):
     def __init__(self, clone: Path, folder: Path) -> None:
         super().__init__(folder)
         self.file = clone / "file"
+        self.ended_before: list[bool] = []
+        """Of each stop: whether the node had ended by itself."""
+
+    def end(self) -> None:
+        """A drained node ends, somewhat later."""
+        assert self.home is not None
+        home, self.home = self.home, None
+        threading.Timer(0.2, home.close).start()
 
     def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         said = "ActiveState=active\nSubState=running\nNRestarts=2\nResult=success\n"
+        if "disable" in command:
+            self.ended_before = [*self.ended_before, self.home is None]
         is_bad = self.file.read_text() != "one"
         if not (is_bad and "enable" in command):
             super().__call__(command)
@@ -230,7 +243,7 @@ def test_a_version_that_its_service_starts_again_and_again_is_noticed_soon(
     systemd = Systemd(clone, folder)
     service = Service(plan, folder, systemd)
     monkeypatch.setattr(update_module, "service_of", lambda folder, kind: service)
-    monkeypatch.setattr(update_module, "drain", lambda *_, **__: None)
+    monkeypatch.setattr(update_module, "drain", lambda *_, **__: systemd.end())
     monkeypatch.setattr(update_module, "until_healthy", lambda *_: None)
     monkeypatch.setattr(start_module, "_ASK_S", 0.0)
     service.start()
@@ -242,6 +255,7 @@ def test_a_version_that_its_service_starts_again_and_again_is_noticed_soon(
         f"does not serve: {why}\n  Traceback\n  ImportError: no such name\n  a line of the log\n"
         in capsys.readouterr().err
     )
+    assert systemd.ended_before == [True, True]
     assert systemd.home is not None
     systemd.home.close()
 
@@ -254,6 +268,33 @@ def test_a_node_that_ends_while_its_models_load_is_not_waited_for(tmp_path: Path
         home.write_run(replace(run, pid=8))  # its service started another one
         with pytest.raises(ConfigError, match="was ready, and ended"):
             until_healthy(run, tmp_path)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_packages_are_asked_for_where_other_ones_are_needed(
+    clone: Path, tmp_path: Path, is_changed: bool
+) -> None:
+    """A mini that is offline takes all else; and goes back where it cannot bring them."""
+
+    def offline(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        if "pip" not in command:
+            return program(command)
+        said = "  ERROR: No matching distribution found for hatchling\n\nnote: not pip's fault\n"
+        return subprocess.CompletedProcess(command, 1, "", said)
+
+    commit(tmp_path / "origin", "two", needs="more" if is_changed else "one")
+    node, source = Node(clone), git_source(clone, program)
+    if not is_changed:
+        assert update(source, node, offline, "").startswith("updated from")
+        assert node.done == ["stop", "start two"]
+        return
+    why = "ERROR: No matching distribution found for hatchling"
+    with pytest.raises(
+        ConfigError, match=rf"not updated: .*{why}; nor gone back .*; what is there"
+    ):
+        update(source, node, offline, "")
+    assert node.done == ["stop", "end", "start one"]
+    assert git_source(clone, program).version == source.version
 
 
 def test_changes_of_the_owner_are_left_alone(clone: Path, tmp_path: Path) -> None:
