@@ -16,7 +16,7 @@ from kakeya.core.clock import Clock
 from kakeya.core.errors import KakeyaError
 from kakeya.core.ids import NodeId
 from kakeya.core.log import event
-from kakeya.core.tasks import Supervisor
+from kakeya.core.tasks import Supervisor, shared_pause_s
 from kakeya.fleet.cards.cards import Card, Endpoint
 from kakeya.fleet.gossip.describe import ask_card
 from kakeya.fleet.paths.endpoints import EdgeState, Route, RouteBook, RouteChange
@@ -25,6 +25,8 @@ from kakeya.wire.channels import Channels
 
 _log = logging.getLogger(__name__)
 TICK_S = 1.0
+REST_S = 4.0
+"""Between two looks where no node has several addresses and no card brings news."""
 PROBE_S = 1.0
 MAX_PROBES = 16
 """Most probes in one tick: a small fleet is watched each two seconds, a large one more seldom."""
@@ -90,10 +92,15 @@ class Routes:
         try:
             while True:
                 self._news.clear()
-                if self.tick():
-                    await self._clock.sleep(TICK_S)
-                else:
+                if not self.tick():
                     await self._news.wait()
+                    continue
+                is_watched = bool(self._book.routes())
+                if not is_watched:
+                    rest_s = shared_pause_s(REST_S, self._clock.mono())
+                    await self._clock.sleep(rest_s, self._news)
+                if is_watched or self._news.is_set():
+                    await self._clock.sleep(TICK_S)
         finally:
             await self.aclose()
 
