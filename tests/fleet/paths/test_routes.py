@@ -14,7 +14,8 @@ from kakeya.core.tasks import Supervisor
 from kakeya.fleet.cards.cards import Card, Endpoint
 from kakeya.fleet.gossip.describe import ask_card
 from kakeya.fleet.paths.endpoints import REPROBE_S, WATCH_S, RouteChange
-from kakeya.fleet.paths.routes import Routes
+from kakeya.fleet.paths.routes import TICK_S, Routes
+from tests.fakes import FakeClock
 from tests.fleet.nodes import Node, make_wire, running_node
 from tests.fleet.proxy import Proxy, running_proxy
 from tests.waiting import LIMIT_S, until
@@ -178,6 +179,28 @@ async def test_it_runs_by_itself_and_forgets_nodes_that_are_gone() -> None:
         await until(lambda: here.address == cable.address)
         here.clock.ahead_s += 1000
         await until(lambda: here.routes.routes() == ())
+
+
+async def test_where_no_node_has_several_addresses_it_looks_seldom_but_for_news() -> None:
+    async with rig() as here:
+        clock = FakeClock(here.clock.wall(), here.clock.mono())
+        routes = Routes(here.node.registry, channels=here.node.channels, clock=clock)
+        looked: list[float] = []
+
+        def tick() -> bool:
+            looked.append(clock.mono())
+            return Routes.tick(routes)
+
+        routes.tick = tick  # type: ignore[method-assign]
+        here.learn(Endpoint("127.0.0.1:1", "lan", 20))
+        async with Supervisor(clock) as tasks:
+            routes.start(tasks)
+            await clock.sleep(60)
+            assert 14 <= len(looked) <= 16
+            here.node.merge(make_wire("other", at=here.clock.wall()))
+            came_mono = clock.mono()
+            await clock.sleep(1.5)
+            assert looked[-1] - came_mono == pytest.approx(TICK_S)
 
 
 async def test_it_waits_for_news_only_where_no_beat_can_bring_a_peer_back() -> None:
