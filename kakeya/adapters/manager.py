@@ -369,8 +369,8 @@ class AdapterManager:
     async def rebalance(self) -> None:
         """Rate all adapters, and move those that no request waits for."""
         self._drop_retired()
-        if not len(self._table):
-            return
+        if not self._table:
+            return  # an idle node comes here all night
         slots = {
             base: queue.slots for base, queue in self._queues.items() if self._places.is_up(base)
         }
